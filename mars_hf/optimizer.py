@@ -477,8 +477,8 @@ class Mars(torch.optim.Optimizer):
             for tensors in lists:
                 if tensors.chunk is None:
                     update(tensors, metrics=metrics)
-            for lists_of_chunk, exchange in shared.chunks(lists):
-                update_matrices(lists_of_chunk, groups, exchange, metrics)
+            for chunk in shared.chunks(lists):
+                update_matrices(chunk, groups, metrics)
             self._last_norms = self._norms_taken(lists)
             if self.is_exact:
                 exact.drop_stale_gradients(groups, self.state)

@@ -126,6 +126,20 @@ class ProcessGroups(NamedTuple):
         return shards, replicas, self.device.type, str(self.dtype)
 
 
+class Parcel(NamedTuple):
+    """What travels of a matrix: a part of it, and the state of its rows, which all ranks hold alike; maybe empty."""
+
+    part: Tensor
+    rows: Tensor
+
+
+class _Form(NamedTuple):
+    """The form of a parcel."""
+
+    shape: torch.Size  # of its part
+    rows: int  # that have a state
+
+
 class Exchange:
     """Move matrices to their owners and directions back, among the ranks of some process groups.
 
@@ -138,139 +152,101 @@ class Exchange:
         self._ranks, self._rank = _size_and_rank(groups.shards)
         self._replicas, self._replica = _size_and_rank(groups.replicas)
         self._row_dtype = torch.promote_types(groups.dtype, torch.float32)
+        self._no_rows = torch.empty(0, dtype=self._row_dtype, device=groups.device)
         self.rounds = plan_rounds(matrices, ranks=self._ranks, replicas=self._replicas)
 
     @torch.no_grad()
-    def run(
-        self,
-        matrices: Round,
-        shards: Mapping[int, Tensor],
-        rows: Mapping[int, Tensor],
-        work: Work,
-    ) -> dict[int, Tensor]:
-        """Gather whole matrices on their owners, do the work there, and return this rank's shards of the results.
+    def run(self, matrices: Round, held: Mapping[int, Parcel], work: Work) -> dict[int, Tensor]:
+        """Gather whole matrices on their owners, do the work there, and return this rank's parts of the results.
 
         Args:
             matrices: those of a round that have gradients, with their owners; the same on all ranks.
-            shards: this rank's part of each, by index, in the dtype of the iteration.
-            rows: the state of all rows of each, by index, the same on all ranks that have a part; modified. Empty for
-                a matrix whose rows have none.
+            held: by index, this rank's part of each, in the dtype of the iteration, and the state of its rows, which
+                is modified.
             work: maps matrices, their whole tensors and the state of their rows, which it modifies, to results of the
                 same shapes and dtype.
         """
         owned = [matrix for matrix, owner in matrices if owner == (self._replica, self._rank)]
-        by_replica = self._held_by_owner(matrices, shards)
-        has_rows = any(matrix.rows for matrix, _ in matrices)
-        states: dict[int, Tensor] = {}
-        if has_rows:
-            states = {index: rows[index].to(self.groups.device, self._row_dtype) for index in shards}
+        by_replica = self._held_by_owner(matrices, held)
+        own = {index: parcel._replace(rows=self._as_sent(parcel.rows)) for index, parcel in held.items()}
         if self.groups.shards is None:
-            results, new_states = self._alone(owned, shards, states, work)
+            results = self._work_alone(owned, own, work)
         else:
-            leaving = by_replica[self._replica]
-            results, new_states = self._within_replica(owned, leaving, shards, states, work, has_rows=has_rows)
+            results = self._work_within_replica(owned, by_replica[self._replica], own, work)
         if self.groups.replicas is not None:
-            results = self._from_replicas(by_replica, results, shards, self.groups.dtype)
-            if has_rows:
-                new_states = self._from_replicas(by_replica, new_states, states, self._row_dtype)
-        for index, state in new_states.items():
-            rows[index].copy_(state)
-        return results
+            results = self._from_replicas(by_replica, results, own)
+        for index, result in results.items():
+            held[index].rows.copy_(result.rows)
+        return {index: result.part for index, result in results.items()}
 
-    def _held_by_owner(self, matrices: Round, shards: Mapping[int, Tensor]) -> list[list[tuple[int, int]]]:
-        """Return what this rank has a shard of, by the replica that works on it: owners' ranks and indices."""
+    def _as_sent(self, rows: Tensor) -> Tensor:
+        """Return the state of rows in the dtype that all ranks send."""
+        return rows.to(self.groups.device, self._row_dtype) if rows.numel() else self._no_rows
+
+    def _held_by_owner(self, matrices: Round, held: Mapping[int, Parcel]) -> list[list[tuple[int, int]]]:
+        """Return what this rank has a part of, by the replica that works on it: owners' ranks and indices."""
         by_replica: list[list[tuple[int, int]]] = [[] for _ in range(self._replicas)]
         for matrix, (replica, rank) in matrices:
-            if matrix.param_index in shards:
+            if matrix.param_index in held:
                 by_replica[replica].append((rank, matrix.param_index))
-        for held in by_replica:
-            held.sort(key=lambda pair: pair[0])
+        for of_replica in by_replica:
+            of_replica.sort(key=lambda pair: pair[0])
         return by_replica
 
-    def _alone(
-        self, owned: list[Matrix], shards: Mapping[int, Tensor], states: Mapping[int, Tensor], work: Work
-    ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """Return results and states of rows of the matrices that this rank holds whole and works on."""
-        indices = [matrix.param_index for matrix in owned]
-        wholes = [shards[index].to(self.groups.device) for index in indices]
-        of_wholes = {index: states.get(index, self._empty((0,), self._row_dtype)) for index in indices}
-        results = work(owned, wholes, list(of_wholes.values()))
-        return dict(zip(indices, results, strict=True)), of_wholes
+    def _work_alone(self, owned: list[Matrix], own: Mapping[int, Parcel], work: Work) -> dict[int, Parcel]:
+        """Return the results of the matrices that this rank holds whole and works on."""
+        wholes = [own[matrix.param_index] for matrix in owned]
+        parts = [whole.part.to(self.groups.device) for whole in wholes]
+        directions = work(owned, parts, [whole.rows for whole in wholes])
+        results = {}
+        for matrix, direction, whole in zip(owned, directions, wholes, strict=True):
+            results[matrix.param_index] = Parcel(direction, whole.rows)
+        return results
 
-    def _within_replica(
-        self,
-        owned: list[Matrix],
-        leaving: Sequence[tuple[int, int]],
-        shards: Mapping[int, Tensor],
-        states: Mapping[int, Tensor],
-        work: Work,
-        *,
-        has_rows: bool,
-    ) -> tuple[dict[int, Tensor], dict[int, Tensor]]:
-        """Return this rank's shards of what its replica works on, and states; `leaving`: owners' ranks and indices."""
+    def _work_within_replica(
+        self, owned: list[Matrix], leaving: Sequence[tuple[int, int]], own: Mapping[int, Parcel], work: Work
+    ) -> dict[int, Parcel]:
+        """Return this rank's parts of what its replica works on; `leaving`: owners' ranks and indices."""
         coming = self._slices_of_ranks(owned)
         # Gather.
-        shapes = [(rank, part.shape(matrix.shape)) for rank, matrix, part in coming]
-        pieces = self._to_owners(leaving, shards, shapes, self.groups.dtype)
+        arrived = self._to_owners(leaving, own, coming)
         wholes = {matrix.param_index: self._empty(matrix.shape, self.groups.dtype) for matrix in owned}
-        views = [part.of(wholes[matrix.param_index]) for _, matrix, part in coming]
+        rows = {matrix.param_index: self._no_rows for matrix in owned}
+        views = []
+        for (_, matrix, part), parcel in zip(coming, arrived, strict=True):
+            views.append(part.of(wholes[matrix.param_index]))
+            rows[matrix.param_index] = parcel.rows
         if views:
-            torch._foreach_copy_(views, [piece.view(view.shape) for piece, view in zip(pieces, views, strict=True)])
-        of_wholes = {matrix.param_index: self._empty((0,), self._row_dtype) for matrix in owned}
-        if has_rows:
-            of_wholes |= self._gather_rows(leaving, states, [(rank, matrix) for rank, matrix, _ in coming])
+            pieces = [parcel.part.view(view.shape) for parcel, view in zip(arrived, views, strict=True)]
+            torch._foreach_copy_(views, pieces)
         # Orthogonalize.
-        results = [result.contiguous() for result in work(owned, list(wholes.values()), list(of_wholes.values()))]
+        results = [result.contiguous() for result in work(owned, list(wholes.values()), list(rows.values()))]
         directions = dict(zip(wholes, results, strict=True))
         # Scatter.
-        parts = [(rank, part.of(directions[matrix.param_index])) for rank, matrix, part in coming]
-        own = self._from_owners(leaving, shards, parts, self.groups.dtype)
-        if not has_rows:
-            return own, {}
-        parts = [(rank, of_wholes[matrix.param_index]) for rank, matrix, _ in coming]
-        return own, self._from_owners(leaving, states, parts, self._row_dtype)
-
-    def _gather_rows(
-        self, leaving: Sequence[tuple[int, int]], states: Mapping[int, Tensor], coming: Sequence[tuple[int, Matrix]]
-    ) -> dict[int, Tensor]:
-        """Return the states of the rows of the matrices that this rank works on; ranks send equal ones of a matrix."""
-        shapes = [(rank, torch.Size([matrix.rows])) for rank, matrix in coming]
-        copies = self._to_owners(leaving, states, shapes, self._row_dtype)
-        indices = [matrix.param_index for _, matrix in coming]
-        return dict(zip(indices, copies, strict=True))
+        parcels = []
+        for rank, matrix, part in coming:
+            index = matrix.param_index
+            parcels.append((rank, Parcel(part.of(directions[index]), rows[index])))
+        return self._from_owners(leaving, own, parcels)
 
     def _to_owners(
         self,
         leaving: Sequence[tuple[int, int]],
-        tensors: Mapping[int, Tensor],
-        coming: Sequence[tuple[int, torch.Size]],
-        dtype: torch.dtype,
-    ) -> list[Tensor]:
-        """Send tensors, each to the rank that works on its matrix, and return those that come, in their order."""
-        sent = self._count_by_rank([(rank, tensors[index].numel()) for rank, index in leaving])
-        received = self._count_by_rank([(rank, shape.numel()) for rank, shape in coming])
-        flat = self._all_to_all([tensors[index] for _, index in leaving], sent, received, dtype)
-        return _unpack(flat, [shape for _, shape in coming])
+        own: Mapping[int, Parcel],
+        coming: Sequence[tuple[int, Matrix, Slice]],
+    ) -> list[Parcel]:
+        """Send each parcel to the rank that works on its matrix, and return those that come, in their order."""
+        sent = [(rank, own[index]) for rank, index in leaving]
+        forms = [(rank, _Form(part.shape(matrix.shape), matrix.rows)) for rank, matrix, part in coming]
+        return self._all_to_all(sent, forms)
 
     def _from_owners(
-        self,
-        leaving: Sequence[tuple[int, int]],
-        tensors: Mapping[int, Tensor],
-        parts: Sequence[tuple[int, Tensor]],
-        dtype: torch.dtype,
-    ) -> dict[int, Tensor]:
-        """Send parts to their ranks, and return those that come back for `tensors`, by index."""
-        sent = self._count_by_rank([(rank, part.numel()) for rank, part in parts])
-        received = self._count_by_rank([(rank, tensors[index].numel()) for rank, index in leaving])
-        flat = self._all_to_all([part for _, part in parts], sent, received, dtype)
-        indices = [index for _, index in leaving]
-        return dict(zip(indices, _unpack(flat, [tensors[index].shape for index in indices]), strict=True))
-
-    def _count_by_rank(self, numels: Sequence[tuple[int, int]]) -> list[int]:
-        counts = [0] * self._ranks
-        for rank, numel in numels:
-            counts[rank] += numel
-        return counts
+        self, leaving: Sequence[tuple[int, int]], own: Mapping[int, Parcel], parcels: Sequence[tuple[int, Parcel]]
+    ) -> dict[int, Parcel]:
+        """Send parcels to their ranks, and return those that come back for this rank's own, by index."""
+        forms = [(rank, _form_of(own[index])) for rank, index in leaving]
+        returned = self._all_to_all(parcels, forms)
+        return dict(zip([index for _, index in leaving], returned, strict=True))
 
     def _slices_of_ranks(self, owned: list[Matrix]) -> list[tuple[int, Matrix, Slice]]:
         """Return what each rank holds of the matrices that this one works on, rank by rank."""
@@ -285,70 +261,86 @@ class Exchange:
     def _from_replicas(
         self,
         by_replica: Sequence[Sequence[tuple[int, int]]],
-        results: Mapping[int, Tensor],
-        own: Mapping[int, Tensor],
-        dtype: torch.dtype,
-    ) -> dict[int, Tensor]:
-        """Return what all replicas work on, in the shapes of `own`; `by_replica`: see `_held_by_owner`."""
+        results: Mapping[int, Parcel],
+        own: Mapping[int, Parcel],
+    ) -> dict[int, Parcel]:
+        """Return what all replicas work on, in the forms of `own`; `by_replica`: see `_held_by_owner`."""
+        forms_by_replica = [{index: _form_of(own[index]) for _, index in held} for held in by_replica]
         flats = []
-        indices_by_replica = [[index for _, index in held] for held in by_replica]
-        for replica, indices in enumerate(indices_by_replica):
+        for replica, forms in enumerate(forms_by_replica):
             if replica == self._replica:
-                flats.append(self._pack([results[index] for index in indices], dtype))
+                flats.append(self._pack([results[index] for index in forms]))
             else:
-                flats.append(self._empty((sum(own[index].numel() for index in indices),), dtype))
+                flats.append(self._empty((sum(map(self._size, forms.values())),), torch.uint8))
         sends = [
-            dist.broadcast(_bytes(flat), group_src=source, group=self.groups.replicas, async_op=True)
+            dist.broadcast(flat, group_src=source, group=self.groups.replicas, async_op=True)
             for source, flat in enumerate(flats)
             if len(flat)
         ]
         for send in sends:
             send.wait()
-        parts: dict[int, Tensor] = {}
-        for indices, flat in zip(indices_by_replica, flats, strict=True):
-            shapes = [own[index].shape for index in indices]
-            parts.update(zip(indices, _unpack(flat, shapes), strict=True))
-        return parts
+        parcels: dict[int, Parcel] = {}
+        for forms, flat in zip(forms_by_replica, flats, strict=True):
+            parcels.update(zip(forms, self._unpack(flat, list(forms.values())), strict=True))
+        return parcels
 
-    def _all_to_all(
-        self, tensors: Sequence[Tensor], leaving: Sequence[int], coming: Sequence[int], dtype: torch.dtype
-    ) -> Tensor:
-        """Send the elements of some tensors, `leaving` of them to each rank, and return those that come."""
-        received = self._empty((sum(coming),), dtype)
-        dist.all_to_all_single(
-            _bytes(received),
-            _bytes(self._pack(tensors, dtype)),
-            [numel * dtype.itemsize for numel in coming],
-            [numel * dtype.itemsize for numel in leaving],
-            group=self.groups.shards,
-        )
-        return received
+    def _all_to_all(self, leaving: Sequence[tuple[int, Parcel]], coming: Sequence[tuple[int, _Form]]) -> list[Parcel]:
+        """Send parcels to ranks, rank by rank, and return those that come, in their order."""
+        sent, received = [0] * self._ranks, [0] * self._ranks  # bytes
+        for rank, parcel in leaving:
+            sent[rank] += self._size(_form_of(parcel))
+        for rank, form in coming:
+            received[rank] += self._size(form)
+        flat = self._empty((sum(received),), torch.uint8)
+        packed = self._pack([parcel for _, parcel in leaving])
+        dist.all_to_all_single(flat, packed, received, sent, group=self.groups.shards)
+        return self._unpack(flat, [form for _, form in coming])
 
-    def _pack(self, tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """Return the elements of all tensors one after the other."""
-        flat = self._empty((sum(tensor.numel() for tensor in tensors),), dtype)
+    def _pack(self, parcels: Sequence[Parcel]) -> Tensor:
+        """Return parcels as bytes, which every communication backend knows, one after the other."""
+        forms = [_form_of(parcel) for parcel in parcels]
+        flat = self._empty((sum(map(self._size, forms)),), torch.uint8)
+        copies = [tensor for parcel in self._unpack(flat, forms) for tensor in parcel if tensor.numel()]
+        tensors = [tensor for parcel in parcels for tensor in parcel if tensor.numel()]
         if tensors:
-            torch._foreach_copy_(_unpack(flat, [tensor.shape for tensor in tensors]), list(tensors))
+            torch._foreach_copy_(copies, tensors)
         return flat
+
+    def _unpack(self, flat: Tensor, forms: Sequence[_Form]) -> list[Parcel]:
+        """Return views of the parcels in some bytes."""
+        parcels = []
+        start = 0
+        for form in forms:
+            end = start + form.shape.numel() * self.groups.dtype.itemsize
+            part = flat[start:end].view(self.groups.dtype).view(form.shape)
+            rows = self._no_rows
+            if form.rows:
+                first = _aligned(end)
+                rows = flat[first : first + form.rows * self._row_dtype.itemsize].view(self._row_dtype)
+            parcels.append(Parcel(part, rows))
+            start += self._size(form)
+        return parcels
+
+    def _size(self, form: _Form) -> int:
+        """Return the bytes of a parcel."""
+        part = _aligned(form.shape.numel() * self.groups.dtype.itemsize)
+        return part + _aligned(form.rows * self._row_dtype.itemsize)
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.groups.device)
 
 
+def _form_of(parcel: Parcel) -> _Form:
+    return _Form(parcel.part.shape, parcel.rows.numel())
+
+
+def _aligned(size: int) -> int:
+    """Return a number of bytes rounded up so that any dtype may follow, at full speed."""
+    return -(-size // 16) * 16
+
+
 def _size_and_rank(group: Group) -> tuple[int, int]:
     return (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
-
-
-def _unpack(flat: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    """Split a flat tensor into views of these shapes, in their order."""
-    numels = [shape.numel() for shape in shapes]
-    parts = flat[: sum(numels)].split(numels)
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
-
-
-def _bytes(flat: Tensor) -> Tensor:
-    """View a tensor as bytes: not every communication backend knows every dtype."""
-    return flat.view(torch.uint8)
 
 
 # --- one step ---------------------------------------------------------------------------------------------------------

@@ -8,14 +8,16 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from mars_hf.arithmetic import eight_bits
+from mars_hf.arithmetic.orthogonalize import NewtonSchulz, compute_directions, iteration_dtype, newton_schulz_of
 from mars_hf.arithmetic.resting import Moving
 from mars_hf.arithmetic.update_rules import UpdateRule
-from mars_hf.distributed.exchange import Exchange, MatrixPlanner, Round
+from mars_hf.distributed.exchange import Exchange, Matrix, MatrixPlanner, Parcel, Round
 from mars_hf.distributed.norms import GroupSums
 from mars_hf.distributed.shards import ModelRef, Shards
 from mars_hf.distributed.tensors import Group, ShardSpec, is_dtensor, local
@@ -81,20 +83,59 @@ class SharedStep:
         """Return the sum of a row over all shared parameters, 0-d; none for a process alone."""
         return [] if self.sums is None else [self.sums.sum_of_row(row)]
 
-    def chunks(self, lists: Sequence[TensorList]) -> Iterator[tuple[list[TensorList], tuple[Exchange, Round] | None]]:
-        """Yield the lists of each chunk of matrices, and the round in which ranks share it; None for this rank alone.
+    def chunks(self, lists: Sequence[TensorList]) -> Iterator[Chunk]:
+        """Yield the chunks of matrices that are orthogonalized together.
 
-        Rounds come first, in one order on all ranks; this rank may have no list of one.
+        Those that ranks share come first, in one order on all ranks; this rank may have no list of one.
         """
-        rounds: dict[Any, tuple[Exchange, Round] | None] = {}
+        rounds: dict[Any, tuple[Exchange, Round]] = {}
         if self.sums is not None:
-            rounds.update(self.planner.rounds(self.sums))
+            rounds = self.planner.rounds(self.sums)
         lists_of: dict[Any, list[TensorList]] = {chunk: [] for chunk in rounds}
         for tensors in lists:
             if tensors.chunk is not None:
                 lists_of.setdefault(tensors.chunk, []).append(tensors)
         for chunk, of_chunk in lists_of.items():
-            yield of_chunk, rounds.get(chunk)
+            yield Chunk(of_chunk, *rounds.get(chunk, (None, [])))
+
+
+class Chunk(NamedTuple):
+    """Lists of matrices that are orthogonalized together."""
+
+    lists: list[TensorList]
+    exchange: Exchange | None  # among the ranks that share the work; None if this rank works alone
+    matrices: Round  # that they share
+
+    def iteration_dtype(self, tensors: TensorList) -> torch.dtype:
+        """Return the dtype of the iteration of one of the lists."""
+        if self.exchange is not None:
+            return self.exchange.groups.dtype
+        return iteration_dtype(tensors.group, tensors.params[0], tensors.params[0].device)
+
+    def directions(self, momenta: Sequence[Tensor], param_groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+        """Return what this rank holds of the directions of all matrices in the lists. Collective where ranks share.
+
+        Args:
+            momenta: their first moments, in the dtypes of the iteration.
+            param_groups: the optimizer's groups.
+        """
+        rows = [row_avg_sq for tensors in self.lists for row_avg_sq in tensors.row_avg_sq]
+        if self.exchange is None:
+            settings: list[NewtonSchulz] = []
+            for tensors in self.lists:
+                settings += [newton_schulz_of(tensors.group, self.iteration_dtype(tensors))] * len(tensors.params)
+            is_double = self.lists[0].params[0].dtype == torch.float64
+            return compute_directions(momenta, settings, torch.float64 if is_double else torch.float32, rows)
+        dtype = self.exchange.groups.dtype
+
+        def work(owned: list[Matrix], wholes: list[Tensor], rows_of_wholes: list[Tensor]) -> list[Tensor]:
+            settings = [newton_schulz_of(param_groups[matrix.group], dtype) for matrix in owned]
+            return compute_directions(wholes, settings, dtype, rows_of_wholes)
+
+        indices = [index for tensors in self.lists for index in tensors.indices]
+        held = dict(zip(indices, map(Parcel, momenta, rows), strict=True))
+        results = self.exchange.run(self.matrices, held, work)
+        return [results[index].to(momentum.device) for index, momentum in zip(indices, momenta, strict=True)]
 
 
 class Ranks:

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from mars_hf.arithmetic import rules
-from mars_hf.arithmetic.orthogonalize import NewtonSchulz, compute_directions, iteration_dtype, newton_schulz_of
-from mars_hf.distributed.exchange import Exchange, Matrix, Round
 from mars_hf.step.lists import TensorList
 from mars_hf.step.metrics import StepMetrics, counted_by
+from mars_hf.step.ranks import Chunk
 from mars_hf.step.sums import CC
 
 # Elements of parameters that are copied at once to measure their change: 256 MiB in float32. A larger one is copied
@@ -23,64 +22,23 @@ MEASURED_ELEMENTS = 2**26
 # --- matrices ---------------------------------------------------------------------------------------------------------
 
 
-def update_matrices(
-    lists: Sequence[TensorList],
-    param_groups: Sequence[Mapping[str, Any]],
-    shared: tuple[Exchange, Round] | None,
-    metrics: StepMetrics | None,
-) -> None:
+def update_matrices(chunk: Chunk, param_groups: Sequence[Mapping[str, Any]], metrics: StepMetrics | None) -> None:
     """Advance the first moments of a chunk, orthogonalize them and move the parameters; collective if ranks share it.
 
     Args:
-        lists: the lists of the chunk; on this rank there may be none.
+        chunk: matrices that are orthogonalized together; this rank may hold none of them.
         param_groups: the optimizer's groups.
-        shared: the exchange and the matrices of a round that ranks share; None for matrices of this rank alone.
         metrics: see `update`.
     """
-    if shared is None:
-        directions = _directions_here(lists)
-    else:
-        directions = _directions_of_ranks(lists, param_groups, *shared)
-    for tensors in lists:
+    momenta: list[Tensor] = []
+    for tensors in chunk.lists:
+        momenta += _advance_momenta(tensors, chunk.iteration_dtype(tensors))
+    directions = chunk.directions(momenta, param_groups)
+    del momenta
+    for tensors in chunk.lists:
         count = len(tensors.params)
         update(tensors, directions[:count], metrics)
         del directions[:count]
-
-
-def _directions_here(lists: Sequence[TensorList]) -> list[Tensor]:
-    """Return the directions of matrices of this rank alone."""
-    momenta: list[Tensor] = []
-    rows: list[Tensor] = []
-    settings: list[NewtonSchulz] = []
-    for tensors in lists:
-        rows += tensors.row_avg_sq
-        dtype = iteration_dtype(tensors.group, tensors.params[0], tensors.params[0].device)
-        momenta += _advance_momenta(tensors, dtype)
-        settings += [newton_schulz_of(tensors.group, dtype)] * len(tensors.params)
-    is_double = lists[0].params[0].dtype == torch.float64
-    return compute_directions(momenta, settings, torch.float64 if is_double else torch.float32, rows)
-
-
-def _directions_of_ranks(
-    lists: Sequence[TensorList], param_groups: Sequence[Mapping[str, Any]], exchange: Exchange, matrices: Round
-) -> list[Tensor]:
-    """Return what this rank holds of the directions of matrices that ranks share. Collective."""
-    dtype = exchange.groups.dtype
-    momenta: dict[int, Tensor] = {}
-    rows: dict[int, Tensor] = {}
-    devices: list[torch.device] = []
-    for tensors in lists:
-        rows |= dict(zip(tensors.indices, tensors.row_avg_sq, strict=True))
-        advanced = _advance_momenta(tensors, dtype)
-        momenta |= dict(zip(tensors.indices, advanced, strict=True))
-        devices += [momentum.device for momentum in advanced]
-
-    def work(owned: list[Matrix], wholes: list[Tensor], rows_of_wholes: list[Tensor]) -> list[Tensor]:
-        settings = [newton_schulz_of(param_groups[matrix.group], dtype) for matrix in owned]
-        return compute_directions(wholes, settings, dtype, rows_of_wholes)
-
-    results = exchange.run(matrices, momenta, rows, work)
-    return [results[index].to(device) for index, device in zip(momenta, devices, strict=True)]
 
 
 def _advance_momenta(tensors: TensorList, dtype: torch.dtype) -> list[Tensor]:

@@ -283,13 +283,12 @@ COUNTED = [param for param in CASES if param.values[0] in ("torch", "deepspeed")
 def test_collectives_of_matrices(trained, kind, world, engine, case):
     """A step sends shards to the owners and back, then to the replicas, after one all-reduce of norms and flags.
 
-    The state of rows travels alongside.
+    The state of rows travels in the same messages.
     """
     run = trained(kind, world, f"{engine}/{case}")
     calls = run.notes["calls"]
     reduced = 2 if engine == "hsdp" else 1  # among the ranks of a copy, and among copies
     moved = (0 if engine == "ddp" else 2) + FROM_REPLICAS.get((engine, world), 0)
-    moved *= 1 if SETTINGS[case].normalize_rows is None else 2
     for call in calls[len(calls) // STEPS :]:  # in the first one ranks tell each other what they hold
         assert len(call["collectives"]) == reduced * call["mars_rule"] + moved * call["matrices"]
     # The first rank does about its share; the model has too few matrices for an exact split.

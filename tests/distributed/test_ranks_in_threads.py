@@ -124,7 +124,7 @@ def test_shared_matrices(layout, mars_type, ns_dtype, normalize_rows):
         """Directions travel in the dtype that made them."""
         return orthogonalize.compute_directions(momenta, settings, getattr(torch, ns_dtype), rows)
 
-    with mock.patch("mars_hf.step.update.compute_directions", rounded):
+    with mock.patch("mars_hf.step.ranks.compute_directions", rounded):
         ((expected, expected_rows),) = run_ranks(1, lambda rank: run(init_device_mesh("cpu", (1,)), [], None))
     assert {index for index, row in expected_rows.items() if row is None} == ({5} if normalize_rows else {*range(7)})
     made: list[torch.Size] = []
@@ -133,7 +133,7 @@ def test_shared_matrices(layout, mars_type, ns_dtype, normalize_rows):
         made.extend(momentum.shape for momentum in momenta)
         return orthogonalize.compute_directions(momenta, *args)
 
-    with mock.patch("mars_hf.step.update.compute_directions", noted):
+    with mock.patch("mars_hf.step.ranks.compute_directions", noted):
         results = run_ranks(torch.Size(shape).numel(), compare)
     assert max(results) == 0
     steps = [SHAPES[index] for step in range(3) for index in range(len(SHAPES)) if index not in (step, 5)]

@@ -94,7 +94,7 @@ class Watched:
 
             with (
                 CountCollectives() as count,
-                mock.patch("mars_hf.step.update.compute_directions", noted),
+                mock.patch("mars_hf.step.ranks.compute_directions", noted),
                 damage if "local_norms" in flags else contextlib.nullcontext(),
             ):
                 result = step(*args, **kwargs)
