@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import warnings
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,17 +15,16 @@ from typing_extensions import Never, Unpack
 
 from mars_hf import _compat
 from mars_hf.arithmetic.update_rules import update_rule
-from mars_hf.distributed.shards import ModelRef, place_gradients
-from mars_hf.distributed.tensors import Group, is_dtensor, local
+from mars_hf.distributed.shards import place_gradients
+from mars_hf.distributed.tensors import Group, local
 from mars_hf.groups import saved_settings
+from mars_hf.groups.advice import Advice
+from mars_hf.groups.model_watch import ModelWatch
 from mars_hf.groups.param_groups import (
     param_groups,
     params_of,
     split_by_model,
     split_by_role,
-    warn_of_lost_updates,
-    warn_of_one_rate,
-    warn_of_unknown_roles,
 )
 from mars_hf.groups.setting_types import CreateSettings
 from mars_hf.groups.settings import (
@@ -196,16 +193,13 @@ class Mars(torch.optim.Optimizer):
     _stale_gradients_supplied = False
     _is_made = False
     _was_trainable = False
-    # Of the groups when they were made, in their order; empty when unpickled, or once their loss has been said.
-    _made_rates: list[float]
+    _advice: Advice
     # Whether any group has come with a role, as those of a model do.
     _roles_are_stated = True
     # What the groups stated when they were last checked.
     _structure: Sequence[dict[str, Any]] = ()
-    # The model that `create` was given, and the names of its parameters that are here and no DTensors yet.
-    _model: ModelRef | None = None
-    _unsharded: frozenset[str] = frozenset()
-    _was_sharded = False  # the model, by `fully_shard`
+    # Of the model that `create` was given.
+    _watch: ModelWatch | None = None
     # The arguments of the `create` that made it, which mars.json keeps; None for `Mars(params)`.
     created_with: Mapping[str, Any] | None = None
 
@@ -267,12 +261,12 @@ class Mars(torch.optim.Optimizer):
         if process_group is not None:  # a copy or pickle of an optimizer has none
             self.process_group = process_group
         self._ranks = Ranks()
-        self._made_rates = []
+        self._advice = Advice()
         self._roles_are_stated = False
         super().__init__(params, check_values(settings))
         self._is_made = True
         if not self._roles_are_stated:
-            warn_of_unknown_roles(self.param_groups)
+            self._advice.on_unknown_roles(self.param_groups)
         for package, extend in EXTENSIONS.items():
             if package in sys.modules:
                 extend()
@@ -296,20 +290,24 @@ class Mars(torch.optim.Optimizer):
             if self._is_made:
                 param_group = self._with_max_grad_norm(param_group)
             for group in self._as_in_model(param_group):
-                for part in split_by_role(group, self.defaults):
+                parts = split_by_role(group, self.defaults)
+                self._advice.on_large_lr_1d(group, self.defaults)
+                for part in parts:
                     if self._is_made and before:
                         self._match_names(part)
                     self._add_part(part)
         except BaseException:
             del self.param_groups[before:]
-            del self._made_rates[before:]
+            self._advice.keep(before)
             raise
         for group in self.param_groups[before:]:
             self._ranks.shards.extend(group)
+            if self._watch is not None:
+                self._watch.add(group["params"])
         if "role" in param_group:
             self._roles_are_stated = True
         elif self._is_made and self._roles_are_stated and self._known_model() is None:
-            warn_of_unknown_roles(self.param_groups[before:])
+            self._advice.on_unknown_roles(self.param_groups[before:])
 
     def _with_max_grad_norm(self, param_group: dict[str, Any]) -> dict[str, Any]:
         """Return a new group with the norm of the others, unless it states one: the loop may have changed theirs."""
@@ -321,18 +319,16 @@ class Mars(torch.optim.Optimizer):
         super().add_param_group(part)
         for key in KEYS_1D:
             self.param_groups[-1].pop(key)
-        self._made_rates.append(float(part["lr"]))
+        self._advice.add(self.param_groups[-1])
         self._was_trainable |= any(param.requires_grad for param in self.param_groups[-1]["params"])
 
     def _known_model(self) -> nn.Module | None:
         """Return the model that `create` was given, while it lives."""
-        return None if self._model is None else self._model()
+        return None if self._watch is None else self._watch.reference()
 
     def _follow_model(self, model: nn.Module) -> None:
-        """Take the roles and layouts of groups to come from a model, which is not kept alive."""
-        self._model = _reference_to(model)
-        self._unsharded = _names_unsharded(model)
-        self._was_sharded = any(_is_fully_sharded(module) for module in model.modules())
+        """Take the roles and layouts of groups to come from a model, and see that all of it trains."""
+        self._watch = ModelWatch(model, self._params())
 
     def _as_in_model(self, param_group: dict[str, Any]) -> list[dict[str, Any]]:
         """Return a new group of `create(model)` in parts, with roles and layouts from the model."""
@@ -346,10 +342,9 @@ class Mars(torch.optim.Optimizer):
         params = params_of(parts)
         unknown = set(params).difference(params_of(of_model))
         if unknown:
-            warnings.warn(
-                f"{len(unknown)} of {len(params)} parameters in a new group are no trainable ones of the model that "
-                "create() was given, so their shapes alone decide their roles; state the role of the group",
-                stacklevel=3,
+            self._advice.say(
+                f"{len(unknown)} of {len(params)} parameters in a new group are not trainable parameters of the model "
+                "that create() was given, so their shapes alone decide their roles. State the role of the group"
             )
         return parts or [param_group]
 
@@ -367,7 +362,7 @@ class Mars(torch.optim.Optimizer):
         """Restore a pickled optimizer."""
         super().__setstate__(state)
         self._is_made = True
-        self._made_rates = []
+        self._advice = Advice()
         if "_ranks" not in vars(self):  # it is there if torch loads a state
             self._ranks = Ranks(self.param_groups)
 
@@ -435,9 +430,20 @@ class Mars(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._compare_with_model()
         if self._release is None or not self._release.finish():
             self._step()
         return loss
+
+    def _compare_with_model(self) -> None:
+        """Raise RuntimeError if the model has got parameters that would not train; looks closely where it changed."""
+        if self._watch is None:
+            return
+        looks_alike = self.state and self._has_gradients() and self._watch.is_unchanged()
+        if not looks_alike:
+            message = self._watch.check(self._params())
+            if message is not None:
+                self._advice.say(message)
 
     def _step(self) -> None:
         """Algorithm 1: norms of the corrected gradients, clipping, moments, directions, update."""
@@ -445,15 +451,13 @@ class Mars(torch.optim.Optimizer):
         groups, max_grad_norm, metrics = self.param_groups, self.max_grad_norm, self._metrics
         rules = [update_rule(group) for group in groups]
         has_gradients = self._has_gradients()
-        if not has_gradients or not self.state:
-            self._reject_replaced()
         shared = self._ranks.begin(
             groups,
             rules,
             max_grad_norm=max_grad_norm,
             metrics=metrics,
             process_group=self.process_group,
-            model=self._model,
+            model=None if self._watch is None else self._watch.reference,
         )
         if not has_gradients and shared.is_alone:
             self._reject_frozen()
@@ -506,10 +510,8 @@ class Mars(torch.optim.Optimizer):
         if structure != self._structure:
             for settings in structure:
                 check_values(settings)
-            warn_of_lost_updates(self.param_groups)
-            if warn_of_one_rate(self.param_groups, self.defaults):
-                self._made_rates = []  # said
-        self._warn_of_assigned_rate()
+            self._advice.on_lost_updates(self.param_groups)
+        self._advice.on_one_rate()
         if self.is_exact:
             were_approx = []  # in the step before; a group that is new since then was not there
             for group, before in zip(self.param_groups, self._structure, strict=False):
@@ -517,21 +519,6 @@ class Mars(torch.optim.Optimizer):
                     were_approx.append(group)
             exact.require_stale_gradients(self.param_groups, self.state, were_approx, self._stale_gradients_supplied)
         self._structure = structure
-
-    def _warn_of_assigned_rate(self) -> None:
-        """Warn, once, if groups that were made with several rates have one: something assigns one number to all."""
-        rates = [group["lr"] for group in self.param_groups]
-        if len(set(self._made_rates)) < 2 or any(isinstance(rate, Tensor) for rate in rates):
-            return
-        if len(set(rates)) == 1 and rates[0] > 0:  # all end at 0 where a schedule does
-            made = sorted(set(self._made_rates))
-            self._made_rates = []
-            warnings.warn(
-                f"all {len(rates)} groups have the learning rate {rates[0]:g}, and were made with {made[0]:g} to "
-                f"{made[-1]:g}: a scheduler (DeepSpeed's WarmupLR, or one at its eta_min), a finder or your loop "
-                "assigns one number to every group. Scale each group's own: group['lr'] = group['initial_lr'] * factor",
-                stacklevel=7,
-            )
 
     def _norms_taken(self, lists: Sequence[TensorList]) -> LastNorms:
         """Return the norms that the updates have taken of gradients, which are last gradients now."""
@@ -541,30 +528,6 @@ class Mars(torch.optim.Optimizer):
                 norms.remember([state["last_grad"] for state in tensors.states], tensors.squares)
         return norms
 
-    def _reject_replaced(self) -> None:
-        """Raise RuntimeError if parameters of the model have become DTensors since `create`, which are not here."""
-        model = self._known_model()
-        if model is None:
-            return
-        known = {id(param) for param in self._params()}
-        replaced = []
-        for name, param in model.named_parameters():
-            has_become_dtensor = name in self._unsharded and is_dtensor(param)
-            if has_become_dtensor and id(param) not in known:
-                replaced.append(name)
-        if replaced and self._was_sharded:
-            raise RuntimeError(
-                f"{len(replaced)} parameters of the model, {replaced[0]} among them, were gathered when create(model) "
-                "was called, as fully_shard leaves them after a forward pass: they would not train. Call "
-                "model.reshard() before mars_hf.create(model, ...), or create before the first forward pass"
-            )
-        if replaced:
-            raise RuntimeError(
-                f"fully_shard or parallelize_module has replaced {len(replaced)} parameters of the model after "
-                f"create(model), {replaced[0]} among them: they would not train. Call mars_hf.create(model, ...) after "
-                "it, or let accelerator.prepare(model, optimizer) shard"
-            )
-
     def _reject_frozen(self) -> None:
         """Raise RuntimeError if every parameter has been frozen since it was added; warn if no step has trained one."""
         if self._was_trainable and not any(param.requires_grad for param in self._params()):
@@ -573,10 +536,9 @@ class Mars(torch.optim.Optimizer):
                 "a new one with mars_hf.create(model, ...), or skip step() while they are frozen"
             )
         if dist.is_available() and dist.is_initialized() and not self.state:
-            warnings.warn(
-                "no parameter of this optimizer has a gradient in its first step, so nothing trains; fully_shard and "
-                "parallelize_module replace parameters: make the optimizer after them",
-                stacklevel=7,  # of the call of step()
+            self._advice.say(
+                "no parameter of this optimizer has a gradient in its first step, so nothing trains. fully_shard and "
+                "parallelize_module replace parameters: make the optimizer after them"
             )
 
     @property
@@ -810,36 +772,6 @@ def _as_model(model_or_params: Any) -> nn.Module | None:
     if is_list and all(isinstance(part, nn.Module) for part in model_or_params):
         return nn.ModuleList(model_or_params)
     return None
-
-
-def _reference_to(model: nn.Module) -> ModelRef:
-    """Return a weak reference to a model; to the models in a list or dict of modules, which nobody else may keep."""
-    if type(model) not in (nn.ModuleList, nn.ModuleDict):
-        return weakref.ref(model)
-    references = {name: weakref.ref(part) for name, part in model.named_children()}
-    container_class = type(model)
-
-    def collect() -> nn.Module | None:
-        container = container_class()
-        for name, reference in references.items():
-            part = reference()
-            if part is None:
-                return None
-            container.add_module(name, part)
-        return container
-
-    return collect
-
-
-def _names_unsharded(model: nn.Module) -> frozenset[str]:
-    """Return the names of trainable parameters that `fully_shard` has not sharded yet."""
-    trainable = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
-    return frozenset(name for name, param in trainable if not is_dtensor(param))
-
-
-def _is_fully_sharded(module: nn.Module) -> bool:
-    """Return whether `fully_shard` has been called on a module; its class is not imported for this."""
-    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
 
 
 def _reject_options_of_models(settings: Mapping[str, Any]) -> None:

@@ -12,7 +12,6 @@ import contextlib
 import functools
 import re
 import shutil
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
-from mars_hf import _compat
+from mars_hf import _compat, log
 from mars_hf.arithmetic.eight_bits import SCALES, Coded, number_of_scales, scales_of_parts
 from mars_hf.distributed.tensors import shape_of
 from mars_hf.groups import settings
@@ -140,10 +139,9 @@ def _warn_of_other_settings(saved: list[dict[str, Any]], own: list[dict[str, Any
             if name in group and group[name] != given[name]:
                 differences.setdefault(name, f"{name}={group[name]!r} of param group {index} ({given[name]!r} here)")
     if differences:
-        warnings.warn(
+        log.warning(
             f"the checkpoint's settings win: {', '.join(differences.values())}; to change one, start a new run from "
-            "the model",
-            stacklevel=3,
+            "the model"
         )
 
 

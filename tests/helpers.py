@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,20 @@ needs_compiler = pytest.mark.skipif(
 on_a_gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 fused_and_plain = pytest.mark.parametrize("fused", [False, pytest.param(True, marks=needs_compiler)])
+
+
+def logged(call: Callable[[], Any], word: str = "") -> list[str]:
+    """Return the warnings with a word that a call sends to the logger of mars_hf."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = records.append  # type: ignore[method-assign]
+    logger = logging.getLogger("mars_hf")
+    logger.addHandler(handler)
+    try:
+        call()
+    finally:
+        logger.removeHandler(handler)
+    return [record.getMessage() for record in records if word in record.getMessage()]
 
 
 class Blocks(Dataset):

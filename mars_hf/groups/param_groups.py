@@ -9,19 +9,15 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import re
-import warnings
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from mars_hf.arithmetic import matrix_layouts
 from mars_hf.arithmetic.matrix_layouts import MatrixLayout
 from mars_hf.arithmetic.newton_schulz import coefficients_of
-from mars_hf.arithmetic.rules import HALF_DTYPES
 from mars_hf.arithmetic.update_rules import UPDATE_RULES, update_rule
 from mars_hf.distributed.shards import reject_parts
 from mars_hf.distributed.tensors import shape_of
@@ -300,7 +296,6 @@ def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
     settings = {**defaults, **group}
     if UPDATE_RULES[settings["mars_type"]].orthogonalizes:
         coefficients_of(settings["ns_coefficients"], settings["ns_steps"])
-    _warn_of_large_lr_1d(group, settings)
     entries = _entries_of(group["params"])
     parts: dict[str, list[Any]] = {} if entries else {group.get("role", "matrix"): []}
     for entry in entries:
@@ -313,22 +308,6 @@ def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
             one_role |= _adamw_settings(role, group, defaults)
         split.append(one_role)
     return split
-
-
-def _warn_of_large_lr_1d(group: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """Warn if vectors have more than ten times the rate of matrices: often `lr` was left at its default."""
-    lr, lr_1d = float(settings["lr"]), settings["lr_1d"]
-    has_one_rate = group.get("role") in ("adamw", "matrix")
-    follows_lr = "lr" in group and "lr_1d" not in group
-    if lr_1d is None or has_one_rate or follows_lr:
-        return
-    if float(lr_1d) > (1 + 1e-9) * 10 * lr:
-        warnings.warn(
-            f"lr_1d={float(lr_1d):g}, the rate of vectors (biases, norms), is more than ten times lr={lr:g}, that of "
-            "matrices. Set lr (learning_rate in TrainingArguments, 5e-5 by default), or leave lr_1d out: vectors then "
-            "follow lr",
-            stacklevel=4,
-        )
 
 
 def _entries_of(params: Any) -> list[Any]:
@@ -392,88 +371,3 @@ def _adamw_decay(role: str, group: Mapping[str, Any], defaults: Mapping[str, Any
     if defaults["weight_decay_1d"] is not None:
         return defaults["weight_decay_1d"]
     return defaults["weight_decay"] if role == "adamw" else 0.0
-
-
-def warn_of_unknown_roles(groups: Iterable[Mapping[str, Any]]) -> None:
-    """Warn if matrices are orthogonalized of which the shape alone is known, so embeddings and heads may be among them.
-
-    Args:
-        groups: those of an optimizer, to which nobody has given roles; a layout shows that their matrices are known.
-    """
-    count = 0
-    tables: list[str] = []
-    rules: list[str] = []
-    for group in groups:
-        rule = update_rule(group)
-        if not rule.orthogonalizes or group["layout"] is not None:
-            continue
-        count += len(group["params"])
-        tables += [name for name in group.get("param_names", ()) if heads.is_named_as_table(name)]
-        rules.append(rule.name)
-    if not count:
-        return
-    named = f" (by their names {', '.join(tables[:3])}{', ...' if len(tables) > 3 else ''})" if tables else ""
-    warnings.warn(
-        f"{rules[0]} orthogonalizes every matrix of plain parameters ({count}), embeddings and heads included{named}: "
-        "only shapes are known. Pass the model, create(model), or several, create([a, b]), which leave those to AdamW; "
-        "or give each group its role, 'matrix' or 'adamw'",
-        stacklevel=3,
-    )
-
-
-def warn_of_one_rate(groups: Iterable[Mapping[str, Any]], defaults: Mapping[str, Any]) -> bool:
-    """Warn if a schedule ends at one rate for matrices and vectors although their rates differ; return whether so."""
-    of_mars: set[Any] = set()
-    of_adamw: set[Any] = set()
-    for group in groups:
-        peaks = of_mars if update_rule(group).corrects else of_adamw
-        peaks.add(group.get("swa_lr", group.get("max_lr")))
-    lr, lr_1d = float(defaults["lr"]), float(_adamw_settings("vector", {}, defaults)["lr"])
-    is_one_rate = len(of_mars) == 1 and of_mars == of_adamw and None not in of_mars
-    loses_ratio = is_one_rate and lr != lr_1d
-    if loses_ratio:
-        warnings.warn(
-            f"the schedule takes all groups to a rate of {of_mars.pop():g}; vectors had {lr_1d:g} where matrices "
-            f"had {lr:g}; give OneCycleLR, CyclicLR or SWALR a list of rates, one a group",
-            stacklevel=10,  # of the call of step(), which schedulers wrap
-        )
-    return loses_ratio
-
-
-def warn_of_lost_updates(groups: Iterable[Mapping[str, Any]]) -> None:
-    """Warn if half-precision parameters have a learning rate below half a unit in the last place of a weight of 1."""
-    counts: Counter[torch.dtype] = Counter()
-    rates: set[float] = set()
-    for group in groups:
-        rate = float(group.get("initial_lr", group["lr"]))  # schedules begin with a warm-up
-        for param in group["params"]:
-            if not _rounds_to_nearest(param.dtype, group["rounding"]):
-                continue
-            if 0 < rate < _half_unit_below_one(param.dtype):
-                counts[param.dtype] += 1
-                rates.add(rate)
-    if not counts:
-        return
-    dtype = counts.most_common(1)[0][0]
-    largest = max(rates) / _half_unit_below_one(dtype)
-    name = str(dtype).removeprefix("torch.")
-    remedies = "load the model in float32 (dtype=torch.float32)"
-    if dtype == torch.bfloat16:
-        remedies += ", or give rounding='stochastic' or 'kahan'"
-    warnings.warn(
-        f"{counts.total()} parameters are {name} and take rounding='nearest': at a learning rate of {max(rates):.3g} "
-        f"weights above about {largest:.2g} do not move, as updates below half a unit in the last place are lost; "
-        f"{remedies}",
-        stacklevel=10,
-    )
-
-
-def _rounds_to_nearest(dtype: torch.dtype, rounding: str) -> bool:
-    """Return whether a parameter loses small updates; only bfloat16 has other roundings."""
-    if dtype == torch.bfloat16:
-        return rounding == "nearest"
-    return dtype in HALF_DTYPES
-
-
-def _half_unit_below_one(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps / 4  # below 1 the spacing is eps / 2

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from mars_hf import log
 from mars_hf.arithmetic import eight_bits
 from mars_hf.arithmetic.eight_bits import CODES, SCALES, Coded
 from mars_hf.arithmetic.update_rules import UpdateRule
 from mars_hf.distributed.shards import divides_evenly, placed_like
 from mars_hf.distributed.tensors import ShardSpec, is_dtensor, local
-
-logger = logging.getLogger(__name__)
 
 
 def coded_keys(rule: UpdateRule, param: Tensor, group: Mapping[str, Any], keys: Sequence[str]) -> tuple[str, ...]:
@@ -123,4 +121,4 @@ def _pieces(tensor: Tensor, param: Tensor, spec: ShardSpec | None) -> list[Tenso
 @functools.cache
 def _say_converted(*, to_codes: bool) -> None:
     """Log, once a process and direction, that loaded states change their form."""
-    logger.warning("MARS converts loaded states %s 8 bits, as state_dtype says.", "to" if to_codes else "from")
+    log.warning(f"MARS converts loaded states {'to' if to_codes else 'from'} 8 bits, as state_dtype says.")

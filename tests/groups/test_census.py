@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +24,7 @@ def census_of(kind: Any) -> dict[str, Any] | None:
     model = shallow_model(kind)
     if model is None:
         return None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        groups = mars_hf.create(model, mars_type="mars-m", lr=1e-3).param_groups
+    groups = mars_hf.create(model, mars_type="mars-m", lr=1e-3).param_groups
     found: dict[str, Any] = {"class": kind.__name__}
     left_out = summary.names_left_out(groups)
     found |= {reason: sorted(names) for reason, names in sorted(left_out.items()) if reason != "bias or norm"}

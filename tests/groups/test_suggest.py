@@ -78,7 +78,6 @@ RULES_OF_ADAMW_RATES = [
 ]
 
 
-@pytest.mark.filterwarnings("ignore:.*orthogonalizes every matrix")
 @pytest.mark.parametrize(("settings", "rule"), RULES_OF_ADAMW_RATES)
 def test_adamw_rates(settings, rule):
     """Updates are as large as AdamW's, vectors train at its rate, and weights decay as under it."""

@@ -1,0 +1,156 @@
+"""The model that `create` was given: parameters that it gets later, or that are exchanged, would never train."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from mars_hf.distributed.shards import ModelRef
+from mars_hf.distributed.tensors import is_dtensor
+
+
+class _Place(NamedTuple):
+    """Where a model has a parameter; its identity, since references would keep what fully_shard frees."""
+
+    module: weakref.ref[nn.Module]
+    name: str
+    param_id: int
+    trains: bool  # it is the optimizer's
+
+
+class ModelWatch:
+    """Compare the parameters of a model with those of its optimizer; the model is not kept alive."""
+
+    def __init__(self, model: nn.Module, params: Iterable[Tensor]) -> None:
+        """Remember the model, and which of its parameters the optimizer has."""
+        self.reference = _reference_to(model)
+        self._unsharded = _names_unsharded(model)
+        self._was_sharded = any(_is_fully_sharded(module) for module in model.modules())
+        self._known: set[int] = set()
+        self._places: list[_Place] = []
+        self._look_again(model, {id(param) for param in params})
+
+    def _look_again(self, model: nn.Module, trained: set[int]) -> None:
+        """Take the parameters that the model has now for known."""
+        self._known = {id(param) for param in model.parameters()} | trained
+        self._places = []
+        if self._was_sharded:  # fully_shard exchanges parameters before and after each forward pass
+            return
+        for module in model.modules():
+            for name, param in module._parameters.items():
+                if param is not None:
+                    self._places.append(_Place(weakref.ref(module), name, id(param), id(param) in trained))
+
+    def add(self, params: Iterable[Tensor]) -> None:
+        """Take parameters that a new group brings for known."""
+        model = self.reference()
+        if model is not None and self._places:
+            trained = {place.param_id for place in self._places if place.trains}
+            self._look_again(model, trained.union(map(id, params)))
+
+    def is_unchanged(self) -> bool:
+        """Return whether the model has its parameters where they were, and trains no others; takes microseconds."""
+        for reference, name, param_id, trains in self._places:
+            module = reference()
+            if module is None:
+                continue
+            param = module._parameters.get(name)
+            is_unfrozen = param is not None and param.requires_grad and not trains
+            if id(param) != param_id or is_unfrozen:
+                return False
+        return True
+
+    def check(self, params: Iterable[Tensor]) -> str | None:
+        """Compare the model with the parameters of its optimizer, one by one.
+
+        Returns:
+            Advice about parameters that have been unfrozen since the optimizer was made; None for none.
+
+        Raises:
+            RuntimeError: the model has parameters that the optimizer lacks, and would not train.
+        """
+        model = self.reference()
+        if model is None:
+            return None
+        trained = {id(param) for param in params}
+        self._reject_sharded(model, trained)
+        is_of_engine = self._was_sharded or not trained <= self._known  # which exchanges parameters on both sides
+        if is_of_engine:
+            self._places = []
+            return None
+        new, unfrozen = [], []
+        for name, param in model.named_parameters():
+            if not param.requires_grad or id(param) in trained:
+                continue
+            if id(param) not in self._known:
+                new.append(name)
+            elif param.grad is not None:
+                unfrozen.append(name)
+        if new:
+            raise RuntimeError(
+                f"the model has {len(new)} trainable parameters that this optimizer lacks, {new[0]} among them: they "
+                "were added or exchanged after create(model) (by to_empty, load_state_dict(assign=True), new or untied "
+                "layers, adapters), and would not train. Call mars_hf.create(model, ...) after such changes, hand new "
+                "parameters to optimizer.add_param_group, or freeze what is not meant to train"
+            )
+        self._look_again(model, trained)
+        if not unfrozen:
+            return None
+        return (
+            f"{len(unfrozen)} parameters of the model have gradients and are not in this optimizer, {unfrozen[0]} "
+            "among them: they were frozen when create(model) was called. Unless another optimizer trains them, hand "
+            "them to optimizer.add_param_group"
+        )
+
+    def _reject_sharded(self, model: nn.Module, trained: set[int]) -> None:
+        """Raise RuntimeError if parameters have become DTensors since `create`, which the optimizer lacks."""
+        replaced = []
+        for name, param in model.named_parameters():
+            has_become_dtensor = name in self._unsharded and is_dtensor(param)
+            if has_become_dtensor and id(param) not in trained:
+                replaced.append(name)
+        if replaced and self._was_sharded:
+            raise RuntimeError(
+                f"{len(replaced)} parameters of the model, {replaced[0]} among them, were gathered when create(model) "
+                "was called, as fully_shard leaves them after a forward pass: they would not train. Call "
+                "model.reshard() before mars_hf.create(model, ...), or create before the first forward pass"
+            )
+        if replaced:
+            raise RuntimeError(
+                f"fully_shard or parallelize_module has replaced {len(replaced)} parameters of the model after "
+                f"create(model), {replaced[0]} among them: they would not train. Call mars_hf.create(model, ...) after "
+                "it, or let accelerator.prepare(model, optimizer) shard"
+            )
+
+
+def _reference_to(model: nn.Module) -> ModelRef:
+    """Return a weak reference to a model; to the models in a list or dict of modules, which nobody else may keep."""
+    if type(model) not in (nn.ModuleList, nn.ModuleDict):
+        return weakref.ref(model)
+    references = {name: weakref.ref(part) for name, part in model.named_children()}
+    container_class: Any = type(model)
+
+    def collect() -> nn.Module | None:
+        container = container_class()
+        for name, reference in references.items():
+            part = reference()
+            if part is None:
+                return None
+            container.add_module(name, part)
+        return container
+
+    return collect
+
+
+def _names_unsharded(model: nn.Module) -> frozenset[str]:
+    """Return the names of trainable parameters that `fully_shard` has not sharded yet."""
+    trainable = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    return frozenset(name for name, param in trainable if not is_dtensor(param))
+
+
+def _is_fully_sharded(module: nn.Module) -> bool:
+    """Return whether `fully_shard` has been called on a module; its class is not imported for this."""
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
