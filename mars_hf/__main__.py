@@ -11,8 +11,9 @@ import os
 import runpy
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
+from mars_hf import log
 from mars_hf.groups import suggest
 
 _EPILOG = """examples:
@@ -82,6 +83,7 @@ def _run(parser: _Parser, script: str, arguments: list[str], *, is_module: bool)
         except (SyntaxError, ValueError) as error:  # ValueError: null bytes
             parser.error(f"{script} is no Python: {error}")
     replace_trainer()
+    watch = watch_optimizers()
     sys.argv = [script, *arguments]
     if is_module:
         reason = "give a name that python -m can run, or a path without -m"
@@ -97,6 +99,11 @@ def _run(parser: _Parser, script: str, arguments: list[str], *, is_module: bool)
     else:
         sys.path[0] = os.path.dirname(os.path.abspath(script))
         runpy.run_path(script, run_name="__main__")
+    if not watch.has_mars:
+        log.warning(
+            f"{script} has ended, and MARS has trained nothing in this process. If the script trains in processes that "
+            "it starts itself, start those with accelerate launch -m mars_hf run"
+        )
 
 
 def replace_trainer() -> None:
@@ -109,6 +116,37 @@ def replace_trainer() -> None:
     from mars_hf.training.trainer import MarsTrainer  # registers
 
     transformers.Trainer = transformers.trainer.Trainer = MarsTrainer  # type: ignore[misc]
+
+
+class _OptimizerWatch:
+    """A hook before each step of any optimizer of this process."""
+
+    has_mars = False  # some Mars has taken a step
+
+    def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Raise RuntimeError if another optimizer would step before a Mars has."""
+        from mars_hf.optimizer import Mars
+
+        if isinstance(optimizer, Mars):
+            self.has_mars = True
+        elif not self.has_mars:
+            raise RuntimeError(
+                f"python -m mars_hf run: {type(optimizer).__name__} would take this step, and MARS has taken none. The "
+                "script makes that optimizer itself, out of reach of --optim. Make it with mars_hf.create(model, "
+                "lr=...) in the script, or train with transformers.Trainer and leave its optimizer to --optim"
+            )
+
+
+def watch_optimizers() -> _OptimizerWatch:
+    """Stop this process at the first step of an optimizer that is no Mars, unless a Mars has stepped before."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    from mars_hf import _compat
+
+    watch = _OptimizerWatch()
+    _compat.OWN_HOOKS.append(watch)
+    register_optimizer_step_pre_hook(watch)
+    return watch
 
 
 if __name__ == "__main__":

@@ -49,6 +49,7 @@ PRIVATE_NAMES = {
     "transformers:Trainer._get_grad_norm": "NonFiniteCallback takes a norm of its own.",
     "transformers:Trainer._load_from_checkpoint": "Weights that are saved under other names are lost in resuming.",
     "transformers:Trainer._load_best_model": "As the name before, at the end with `load_best_model_at_end`.",
+    "transformers:Trainer._load_optimizer_and_scheduler": "A truncated optimizer.pt is not named in the error.",
     "accelerate.state:GradientState._set_sync_gradients": "Exact MARS cannot accumulate gradients.",
     "enum:Enum._member_map_": "`--optim mars_adamw` is unknown; `factory()` works.",
 }
@@ -68,6 +69,7 @@ REPLACED_NAMES = {
     "transformers:Trainer.__init__": "Nothing stops a Trainer in which another optimizer would step.",
     "transformers:Trainer._load_from_checkpoint": "Mixtral, GPT-NeoX and others resume with weights as initialized.",
     "transformers:Trainer._load_best_model": "As the name before, at the end.",
+    "transformers:Trainer._load_optimizer_and_scheduler": "A truncated optimizer.pt is not named in the error.",
     "transformers:TrainingArguments.__post_init__": "A bad `optim_args` is told when the optimizer is made.",
     "transformers.training_args:OptimizerNames": "`--optim mars_adamw` is unknown.",
     "transformers.trainer_optimizer:_OPTIMIZER_HANDLERS": "The same: nothing makes that optimizer.",
@@ -136,16 +138,16 @@ def shard_of(placement: Any) -> tuple[int, int] | None:
     return (placement.dim, placement.split_factor) if kind == "_StridedShard" else None
 
 
+# Hooks of ours on all optimizers, which read no gradients.
+OWN_HOOKS: list[Callable[..., Any]] = []
+
+
 def has_step_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Tell whether hooks of an optimizer, or of all optimizers, run before or after its step."""
-    return any(
-        (
-            optimizer._optimizer_step_pre_hooks,
-            optimizer._optimizer_step_post_hooks,
-            _global_optimizer_pre_hooks,
-            _global_optimizer_post_hooks,
-        )
-    )
+    """Tell whether hooks of an optimizer, or of all optimizers, run before or after its step, but for `OWN_HOOKS`."""
+    of_all = [*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values()]
+    if any(hook not in OWN_HOOKS for hook in of_all):
+        return True
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 # --- engines --------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import textwrap
@@ -86,6 +87,60 @@ def test_run_script(script, tmp_path, way):
     trainer.train()
     expected = [param.double().sum().item() for param in trainer.model.parameters()]
     assert json.loads(found) == pytest.approx(expected, rel=1e-6, abs=1e-7)  # of steps of 1e-2
+
+
+LOOPS = {
+    "torch": """
+        import torch
+        model = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(1, 2)).sum().backward()
+        before = model.weight.clone()
+        try:
+            optimizer.step()
+        finally:
+            print("MOVED", not torch.equal(model.weight, before))
+    """,
+    "accelerate": """
+        import torch
+        from accelerate import Accelerator
+        accelerator = Accelerator(cpu=True)
+        net = torch.nn.Linear(2, 2)
+        model, optimizer = accelerator.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        before = net.weight.clone()
+        try:
+            optimizer.step()
+        finally:
+            print("MOVED", not torch.equal(net.weight, before))
+    """,
+    "own Mars": """
+        import mars_hf, torch
+        model = torch.nn.Linear(2, 2)
+        head = torch.nn.Linear(2, 2)
+        for optimizer in (mars_hf.create(model, lr=0.1), torch.optim.SGD(head.parameters())):
+            head(model(torch.ones(1, 2))).sum().backward()
+            optimizer.step()
+        print("MOVED both")
+    """,
+    "no training": "print('EVALUATED')",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loop", LOOPS)
+def test_run_stops_loops_without_mars(loop, tmp_path):
+    """At the first step of another optimizer, unless a Mars trains, too."""
+    (tmp_path / "loop.py").write_text(textwrap.dedent(LOOPS[loop]))
+    command = [sys.executable, "-m", "mars_hf", "run", "loop.py", "--optim", "mars_m"]
+    finished = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    if loop in ("torch", "accelerate"):
+        assert finished.returncode == 1 and "MOVED False" in finished.stdout
+        last = finished.stderr.splitlines()[-1]
+        assert re.search(r"(AdamW|SGD) would take this step, and MARS has taken none.*mars_hf\.create", last)
+    else:
+        assert finished.returncode == 0, finished.stderr
+        assert ("MARS has trained nothing in this process" in finished.stderr) == (loop == "no training")
 
 
 def refused(capsys, *argv: str) -> str:

@@ -95,6 +95,9 @@ class LastGradientCallback(TrainerCallback):
         warnings = guard.follow_checkpoint(state, optimizer)
         if self._mars is None:
             return
+        line = guard.require_state_of(state, self._mars)
+        if line is not None:
+            log.warning(line)
         if _saves_plain_states(self.trainer, self._mars):
             self._hooks = [self._mars.register_state_dict_post_hook(name_steps)]
         if self.trainer is not None:
@@ -142,6 +145,7 @@ class LastGradientCallback(TrainerCallback):
         if self._mars is None:
             return
         self._mars.update_last_grad()
+        guard.note_steps(state, self._mars)
         if not self._has_seen_loss:
             self._has_seen_loss = True
             self._check_loss(optimizer, state)
@@ -272,6 +276,24 @@ def _note_folder(load: Callable[..., None]) -> Callable[..., None]:
     return load_and_note
 
 
+def _name_damaged_file(load: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(load)
+    def load_or_name(self: Trainer, checkpoint: str | None) -> None:
+        try:
+            load(self, checkpoint)
+        except Exception as error:
+            runs_mars = isinstance(guard.unwrap_optimizer(self.optimizer), Mars)
+            file = guard.damaged_file(checkpoint) if runs_mars and checkpoint is not None else None
+            if file is None:
+                raise
+            raise ValueError(
+                f"{file} is damaged: it ends before its end, as if its writing had been interrupted. Resume from "
+                "another checkpoint, or go on from its weights alone, without its optimizer.pt and scheduler.pt"
+            ) from error
+
+    return load_or_name
+
+
 def _restore_best_model(trainer: Trainer) -> None:
     callback = _callback_of(trainer)
     if callback is not None:
@@ -280,6 +302,7 @@ def _restore_best_model(trainer: Trainer) -> None:
 
 _compat.call_after(Trainer, "__init__", attach_callback)
 _compat.replace_once(Trainer, "_load_from_checkpoint", _note_folder)
+_compat.replace_once(Trainer, "_load_optimizer_and_scheduler", _name_damaged_file)
 _compat.call_after(Trainer, "_load_best_model", _restore_best_model)
 
 

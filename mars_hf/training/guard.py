@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import zipfile
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from mars_hf.distributed.tensors import shape_of
 from mars_hf.groups import saved_settings
@@ -69,7 +72,8 @@ def _how_to_have_mars(steps: Any, optimizer: Any) -> str:
         )
     return (
         "pass Trainer(optimizers=(mars_hf.create(model, ...), None)), "
-        "Trainer(optimizer_cls_and_kwargs=mars_hf.factory(...)), or mars_hf.register() and optim='mars_adamw'"
+        "Trainer(optimizer_cls_and_kwargs=mars_hf.factory(...)), or mars_hf.register() and optim='mars_adamw'; "
+        f"MarsTrainer, with_mars(...) and python -m mars_hf run make MARS if nobody hands them a {type(steps).__name__}"
     )
 
 
@@ -100,9 +104,65 @@ def follow_checkpoint(state: TrainerState, optimizer: Any) -> list[str]:
                 changed.append(f"{name}={create[name]} (given: {value})")
         mars.created_with = check_arguments(create)
     states[_MARK] = {"mars_type": mars.defaults["mars_type"], "create": saved_settings.to_json(mars.created_with)}
+    if resumes:
+        states[_MARK]["steps"] = saved.get("steps")
     if not changed:
         return []
     return [f"resuming with the checkpoint's {', '.join(changed)}; to change one, start a new run from the model"]
+
+
+def require_state_of(state: TrainerState, mars: Mars) -> str | None:
+    """Compare the loaded states of a resumed run with the step of its checkpoint, and keep note for those to come.
+
+    Returns:
+        A line about a run that goes on without the optimizer's states; None if it has them.
+
+    Raises:
+        RuntimeError: the states are of another step: the checkpoint mixes files of several.
+    """
+    states: Any = state.stateful_callbacks
+    saved = states[_MARK].get("steps")
+    found = steps_of_first(mars)
+    resumes = state.global_step > 0
+    if not resumes:
+        return None
+    if found is None:
+        return (
+            f"resuming at step {state.global_step} without states of the optimizer: the checkpoint has none that could "
+            "be loaded (no optimizer.pt or scheduler.pt, or save_only_model=True). The weights go on; all moments and "
+            "last gradients begin anew"
+        )
+    if saved is not None and saved != found:
+        raise RuntimeError(
+            f"the optimizer's states are of step {found}, and the checkpoint of step {state.global_step} was saved "
+            f"with states of step {saved}: its files come from several checkpoints. Resume from another one"
+        )
+    return None
+
+
+def note_steps(state: TrainerState, mars: Mars) -> None:
+    """Keep the step count of the optimizer's states in the Trainer's state, which checkpoints save."""
+    states: Any = state.stateful_callbacks
+    if _MARK in states:
+        states[_MARK]["steps"] = steps_of_first(mars)
+
+
+def steps_of_first(mars: Mars) -> int | None:
+    """Return the step count of the first parameter that has one."""
+    for group in mars.param_groups:
+        for param in group["params"]:
+            if "step" in mars.state.get(param, ()):
+                return int(mars.state[param]["step"])
+    return None
+
+
+def damaged_file(checkpoint: str) -> Path | None:
+    """Return the file of a checkpoint's optimizer or scheduler that torch.save has not ended; None if there is none."""
+    for name in (OPTIMIZER_NAME, SCHEDULER_NAME):
+        file = Path(checkpoint) / name
+        if file.is_file() and not zipfile.is_zipfile(file):
+            return file
+    return None
 
 
 def require_scaled_losses(optimizer: Any) -> None:

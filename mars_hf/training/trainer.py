@@ -39,6 +39,8 @@ _OF_THE_LOOP = ("max_grad_norm", "expects_stale_gradients")
 class TrainerWithMars(_Base):
     """The methods that MARS adds to a class of trainers; `with_mars` combines the two, `MarsTrainer` documents them."""
 
+    requires_mars = True
+
     def __init__(
         self, *args: Any, mars_kwargs: FactorySettings | Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
@@ -63,7 +65,7 @@ class TrainerWithMars(_Base):
         super().__init__(*args, **kwargs)
         mars = self._given_optimizer if isinstance(self._given_optimizer, Mars) else None
         callback: LastGradientCallback = self._callbacks_of(LastGradientCallback)[0]
-        callback.required |= self._makes_mars or mars is not None
+        callback.required |= self.requires_mars
         callback.optimizer_is_given |= mars is not None
         if self._makes_mars:
             self._resolve_settings()  # complains at once of what it cannot read
@@ -246,6 +248,9 @@ class MarsTrainer(TrainerWithMars, Trainer):
     clipping. After `train()` the optimizer's own settings are restored.
 
     It has a LastGradientCallback, and a NonFiniteCallback unless `callbacks` has one.
+
+    A run in which another optimizer would step is stopped when it starts. A subclass with `requires_mars = False`
+    trains whatever optimizer it is given, such as the baseline of a comparison.
 
     Args:
         *args: see Trainer.

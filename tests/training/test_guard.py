@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,10 +15,10 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from helpers import arguments, equal, gpt2, mars_trainer, trainer
+from helpers import Blocks, arguments, equal, gpt2, mars_trainer, trainer
 from torch import nn
 from torch.optim import lr_scheduler
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.optimization import GreedyLR
 
 import mars_hf
@@ -303,3 +304,131 @@ def test_wrong_step_counts_are_refused(tmp_path):
         saved["state"][0]["step"] = step
         with pytest.raises(ValueError, match="a number is needed"):
             run.optimizer.optimizer.load_state_dict(saved)
+
+
+# --- another optimizer under the name of MARS -------------------------------------------------------------------------
+
+
+class GivesAdamW(Trainer):
+    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(model, *args, optimizers=(torch.optim.AdamW(model.parameters()), None), **kwargs)
+
+
+class SetsAdamW(Trainer):
+    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(model, *args, **kwargs)
+        self.optimizer = torch.optim.AdamW(model.parameters())
+
+
+class CreatesAdamW(Trainer):
+    def create_optimizer(self, model: Any = None) -> Any:
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        return self.optimizer
+
+
+@pytest.mark.parametrize("kind", [GivesAdamW, SetsAdamW, CreatesAdamW])
+def test_trainers_that_bring_another_optimizer(tmp_path, kind):
+    check_that_adamw_stops(mars_hf.with_mars(kind), tmp_path)
+
+
+@pytest.mark.parametrize("way", ["instance", "class", "later"])
+def test_mars_trainer_with_another_optimizer(tmp_path, way):
+    model = gpt2()
+    settings: dict[str, Any] = {}
+    if way == "instance":
+        settings["optimizers"] = (torch.optim.AdamW(model.parameters()), None)
+    if way == "class":
+        settings["optimizer_cls_and_kwargs"] = (torch.optim.AdamW, {"lr": 1e-3})
+    run = mars_trainer(arguments(tmp_path), model, **settings)
+    if way == "later":
+        run.optimizer = torch.optim.AdamW(model.parameters())
+    check_stopped(run, model)
+
+
+def check_that_adamw_stops(kind: Any, folder: Path) -> None:
+    model = gpt2()
+    check_stopped(kind(model, arguments(folder), train_dataset=Blocks()), model)
+
+
+def check_stopped(run: Trainer, model: nn.Module) -> None:
+    before = [param.clone() for param in model.parameters()]
+    with pytest.raises(
+        RuntimeError, match=r"the optimizer that would step is AdamW, not Mars; .* python -m mars_hf run"
+    ):
+        run.train()
+    assert equal(before, list(model.parameters()))
+
+
+def test_a_subclass_may_train_other_optimizers(tmp_path):
+    class Comparing(mars_hf.MarsTrainer):
+        requires_mars = False
+
+    model = gpt2()
+    optimizers = (torch.optim.AdamW(model.parameters()), None)
+    run = Comparing(model, arguments(tmp_path), train_dataset=Blocks(), optimizers=optimizers)
+    assert run.train().global_step == 4
+
+
+# --- checkpoints whose files do not belong together -------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two_checkpoints(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    args = arguments(folder, save_strategy="steps", save_steps=2)
+    mars_trainer(args, gpt2()).train()
+    return folder
+
+
+def resume(checkpoint: Path, kind: Any = mars_hf.MarsTrainer) -> None:
+    args = arguments(checkpoint.parent / "resumed", optim="mars_adamw", max_steps=6)
+    kind(gpt2(), args, train_dataset=Blocks()).train(resume_from_checkpoint=str(checkpoint))
+
+
+def copied(checkpoint: Path, folder: Path) -> Path:
+    return Path(shutil.copytree(checkpoint, folder / checkpoint.name))
+
+
+@pytest.mark.parametrize("kind", [Trainer, mars_hf.MarsTrainer])
+@pytest.mark.parametrize("missing", ["optimizer.pt", "scheduler.pt"])
+def test_resuming_without_states_is_said(two_checkpoints, tmp_path, caplog, missing, kind):
+    checkpoint = copied(two_checkpoints / "checkpoint-4", tmp_path)
+    resume(checkpoint, kind)
+    assert "without states of the optimizer" not in caplog.text
+    (checkpoint / missing).unlink()
+    resume(checkpoint, kind)
+    assert caplog.text.count("resuming at step 4 without states of the optimizer") == 1
+
+
+@pytest.mark.parametrize("kind", [Trainer, mars_hf.MarsTrainer])
+def test_states_of_another_step(two_checkpoints, tmp_path, kind):
+    checkpoint = copied(two_checkpoints / "checkpoint-4", tmp_path)
+    shutil.copy(two_checkpoints / "checkpoint-2" / "optimizer.pt", checkpoint / "optimizer.pt")
+    with pytest.raises(
+        RuntimeError, match=r"states are of step 2, and the checkpoint of step 4 was saved with .* step 4"
+    ):
+        resume(checkpoint, kind)
+
+
+def test_an_optimizer_that_had_trained_before_resumes(tmp_path):
+    """Its steps are not those of the Trainer."""
+    model = gpt2()
+    mars = mars_hf.create(model, lr=1e-3)
+    for _ in range(3):
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        mars.step()
+    settings = {"save_strategy": "steps", "save_steps": 2}
+    mars_trainer(arguments(tmp_path, **settings), model, optimizers=(mars, None)).train()
+    assert guard.steps_of_first(mars) == 7
+    resume(tmp_path / "checkpoint-4")
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
+@pytest.mark.parametrize("part", [0.0, 0.5, 0.99])
+def test_truncated_files_are_named(two_checkpoints, tmp_path, name, part):
+    file = copied(two_checkpoints / "checkpoint-4", tmp_path) / name
+    content = file.read_bytes()
+    file.write_bytes(content[: int(part * len(content))])
+    with pytest.raises(ValueError, match=rf"checkpoint-4/{name} is damaged: .*Resume from another checkpoint"):
+        resume(file.parent)

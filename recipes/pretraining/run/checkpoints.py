@@ -183,6 +183,8 @@ class PretrainingTrainer(mars_hf.MarsTrainer):
         **kwargs: see MarsTrainer.
     """
 
+    requires_mars = False
+
     def __init__(
         self, *args: Any, run: tuple[str, dict[str, Any]], resumed: Manifest | None = None, **kwargs: Any
     ) -> None:
