@@ -16,10 +16,19 @@ from torch import Tensor, nn
 from typing_extensions import Never, Unpack
 
 from mars_hf import _compat
-from mars_hf.arithmetic.update_rules import update_rule
+from mars_hf.arithmetic.update_rules import UpdateRule, update_rule
 from mars_hf.distributed.shards import ModelRef, place_gradients
 from mars_hf.distributed.tensors import Group, is_dtensor, local
 from mars_hf.groups import saved_settings
+from mars_hf.groups.effects import (
+    Statement,
+    reject_unread,
+    reject_unread_arguments,
+    statement_of_group,
+    statements_of_defaults,
+    warn_of_decays,
+    without_unread,
+)
 from mars_hf.groups.param_groups import (
     param_groups,
     params_of,
@@ -37,6 +46,7 @@ from mars_hf.groups.settings import (
     SETTINGS,
     STRUCTURAL_KEYS,
     check_arguments,
+    check_decoupled_decay,
     check_values,
     expand,
     reject_unknown,
@@ -52,7 +62,7 @@ from mars_hf.step.metrics import StepMetrics
 from mars_hf.step.ranks import Ranks
 from mars_hf.step.release import GradientRelease
 from mars_hf.step.sums import find_moving, forget_if_all_move, rows_to_reduce, set_factors, take_sums
-from mars_hf.step.update import count_steps, update, update_matrices
+from mars_hf.step.update import count_steps, note_peaks, update, update_matrices
 
 # Labels of groups that a model's modules and names give.
 _OF_MODEL = ("left_out", "pattern")
@@ -205,6 +215,7 @@ class Mars(torch.optim.Optimizer):
     # The model that `create` was given, and the names of its parameters that are here and no DTensors yet.
     _model: ModelRef | None = None
     _unsharded: frozenset[str] = frozenset()
+    _decayed: Mapping[str, float] | None = None  # see `param_groups`
     _was_sharded = False  # the model, by `fully_shard`
     # The arguments of the `create` that made it, which mars.json keeps; None for `Mars(params)`.
     created_with: Mapping[str, Any] | None = None
@@ -269,8 +280,12 @@ class Mars(torch.optim.Optimizer):
         self._ranks = Ranks()
         self._made_rates = []
         self._roles_are_stated = False
+        self._statements: list[Statement] = []  # of the groups, until all are there
         super().__init__(params, check_values(settings))
         self._is_made = True
+        reject_unread([*statements_of_defaults(self.defaults, self.param_groups), *self._statements])
+        self._statements = []
+        warn_of_decays(self.param_groups)
         if not self._roles_are_stated:
             warn_of_unknown_roles(self.param_groups)
         for package, extend in EXTENSIONS.items():
@@ -300,16 +315,29 @@ class Mars(torch.optim.Optimizer):
                     if self._is_made and before:
                         self._match_names(part)
                     self._add_part(part)
+            self._note_statement(param_group, before)
         except BaseException:
             del self.param_groups[before:]
             del self._made_rates[before:]
             raise
+        if self._is_made:
+            warn_of_decays(self.param_groups[before:])
         for group in self.param_groups[before:]:
             self._ranks.shards.extend(group)
         if "role" in param_group:
             self._roles_are_stated = True
         elif self._is_made and self._roles_are_stated and self._known_model() is None:
             warn_of_unknown_roles(self.param_groups[before:])
+
+    def _note_statement(self, param_group: Mapping[str, Any], before: int) -> None:
+        """Raise ValueError if a later group states what its parameters ignore; the constructor asks all at its end."""
+        where = f"param_rules {shown(param_group['pattern'])}: " if "pattern" in param_group else "parameter group: "
+        stated = check_values(param_group)
+        statement = statement_of_group(where, stated, self.defaults, self.param_groups[before:])
+        if self._is_made:
+            reject_unread([statement])
+        else:
+            self._statements.append(statement)
 
     def _with_max_grad_norm(self, param_group: dict[str, Any]) -> dict[str, Any]:
         """Return a new group with the norm of the others, unless it states one: the loop may have changed theirs."""
@@ -321,6 +349,8 @@ class Mars(torch.optim.Optimizer):
         super().add_param_group(part)
         for key in KEYS_1D:
             self.param_groups[-1].pop(key)
+        if self.param_groups[-1]["weight_decay_mode"] == "decoupled":
+            self.param_groups[-1]["peak_lr"] = float(part["lr"])
         self._made_rates.append(float(part["lr"]))
         self._was_trainable |= any(param.requires_grad for param in self.param_groups[-1]["params"])
 
@@ -328,9 +358,10 @@ class Mars(torch.optim.Optimizer):
         """Return the model that `create` was given, while it lives."""
         return None if self._model is None else self._model()
 
-    def _follow_model(self, model: nn.Module) -> None:
-        """Take the roles and layouts of groups to come from a model, which is not kept alive."""
+    def _follow_model(self, model: nn.Module, decayed: Mapping[str, float] | None = None) -> None:
+        """Take the roles, layouts and decays of groups to come from a model, which is not kept alive."""
         self._model = _reference_to(model)
+        self._decayed = decayed
         self._unsharded = _names_unsharded(model)
         self._was_sharded = any(_is_fully_sharded(module) for module in model.modules())
 
@@ -341,6 +372,7 @@ class Mars(torch.optim.Optimizer):
             return [param_group]
         settings = expand(dict(self.created_with or {}))
         options = {name: settings[name] for name in MODEL_DEFAULTS if name in settings}
+        options["decayed"] = self._decayed
         of_model = param_groups(model, mars_type=self.defaults["mars_type"], is_addition=True, **options)
         parts = split_by_model([param_group], of_model)
         params = params_of(parts)
@@ -443,7 +475,7 @@ class Mars(torch.optim.Optimizer):
         """Algorithm 1: norms of the corrected gradients, clipping, moments, directions, update."""
         _reject_capture()
         groups, max_grad_norm, metrics = self.param_groups, self.max_grad_norm, self._metrics
-        rules = [update_rule(group) for group in groups]
+        rules = self._rules()
         has_gradients = self._has_gradients()
         if not has_gradients or not self.state:
             self._reject_replaced()
@@ -474,6 +506,7 @@ class Mars(torch.optim.Optimizer):
             if self.is_exact and moving:
                 exact.keep_params(groups, self.state)
             count_steps(moving)
+            note_peaks(groups)
             for tensors in lists:
                 if tensors.chunk is None:
                     update(tensors, metrics=metrics)
@@ -483,6 +516,15 @@ class Mars(torch.optim.Optimizer):
             if self.is_exact:
                 exact.drop_stale_gradients(groups, self.state)
                 self._stale_gradients_supplied = False
+
+    def _rules(self) -> list[UpdateRule]:
+        """Return the rules of the groups; ValueError if somebody has edited one to a name that is none."""
+        try:
+            return [update_rule(group) for group in self.param_groups]
+        except (KeyError, TypeError):
+            for group in self.param_groups:
+                check_values({name: group.get(name) for name in ("mars_type", "role", "optimize_1d")})
+            raise
 
     def _has_gradients(self) -> bool:
         return any(param.grad is not None for param in self._params())
@@ -504,8 +546,9 @@ class Mars(torch.optim.Optimizer):
         """Check what somebody may have edited in the groups since the last step, and that exact ones can step."""
         structure = [{name: group.get(name) for name in (*STRUCTURAL_KEYS, "swa_lr")} for group in self.param_groups]
         if structure != self._structure:
-            for settings in structure:
+            for settings, group in zip(structure, self.param_groups, strict=True):
                 check_values(settings)
+                check_decoupled_decay(group)
             warn_of_lost_updates(self.param_groups)
             if warn_of_one_rate(self.param_groups, self.defaults):
                 self._made_rates = []  # said
@@ -736,32 +779,86 @@ def create(
     stated = without_torch_keywords(settings)
     reject_unknown(stated, SETTINGS, "mars_hf.create")
     saved = {} if like is None else saved_settings.read(like, stated.get("mars_type"))
-    arguments = {**saved, **check_arguments(stated)}
+    arguments = without_unread({**saved, **check_arguments(stated)}, stated)
+    if like is not None and arguments.get("adamw_rates"):
+        raise ValueError(f"like={shown(str(like))} has rates of MARS; leave adamw_rates out")
+    reject_unread_arguments(arguments)
+    return make(model_or_params, arguments, process_group=process_group)
+
+
+def make(
+    model_or_params: Any,
+    arguments: Mapping[str, Any],
+    *,
+    process_group: Any = None,
+    decayed: Callable[[nn.Module], Iterable[str]] | None = None,
+) -> Mars:
+    """Make what `create` returns, from its checked arguments.
+
+    `decayed` gives the names of a model's parameters that decay, where a Trainer's user has said so; see
+    `param_groups`.
+    """
+    arguments = check_arguments(arguments)
     release_gradients = arguments.pop("release_gradients", False)
     if isinstance(model_or_params, Iterator):
         model_or_params = list(model_or_params)  # read twice
     if arguments.pop("adamw_rates", False):
-        if like is not None:
-            raise ValueError(f"like={str(like)!r} has rates of MARS; leave adamw_rates out")
         _reject_rates_of_groups(model_or_params)
-        arguments = from_adamw(arguments)
+        arguments = without_unread(from_adamw(arguments), arguments)
     _require_rate(model_or_params, arguments)
     expanded = expand(arguments)
     options = {name: expanded[name] for name in MODEL_DEFAULTS if name in expanded}
     hyperparameters = {name: value for name, value in expanded.items() if name not in options}
     model = _as_model(model_or_params)
     if model is not None:
+        if decayed is not None:
+            options["decayed"] = _decays_by_name(decayed(model), expanded)
         groups = param_groups(model, mars_type=expanded.get("mars_type", DEFAULTS["mars_type"]), **options)
         mars = Mars(groups, process_group=process_group, **hyperparameters)
-        mars._follow_model(model)
+        mars._follow_model(model, options.get("decayed"))
+        if decayed is not None and expanded.get("weight_decay_1d"):
+            _require_decay_of_vectors(mars, decayed, expanded["weight_decay_1d"])
     else:
         _reject_options_of_models(arguments)
         params: Any = model_or_params
         mars = Mars(params, process_group=process_group, **hyperparameters)
     mars.created_with = {**expanded, **arguments}
     if release_gradients:
+        _reject_release(mars)
         mars._release = GradientRelease(mars, mars._step)
     return mars
+
+
+def _decays_by_name(names: Iterable[str], settings: Mapping[str, Any]) -> dict[str, float]:
+    """Return the decay of a vector of each name: `weight_decay_1d`, or without one that of matrices."""
+    full = {**DEFAULTS, **settings}
+    decay = full["weight_decay"] if full["weight_decay_1d"] is None else full["weight_decay_1d"]
+    return dict.fromkeys(names, decay)
+
+
+def _require_decay_of_vectors(mars: Mars, decayed: Callable[..., Any], weight_decay_1d: float) -> None:
+    """Raise ValueError for a decay of vectors that a Trainer's override leaves to none."""
+    if any(group["weight_decay"] for group in mars.param_groups if not update_rule(group).corrects):
+        return
+    raise ValueError(
+        f"weight_decay_1d={weight_decay_1d:g}, and {decayed.__qualname__} names nothing that takes it: return names of "
+        "vectors, too, or leave weight_decay_1d out"
+    )
+
+
+def _reject_release(mars: Mars) -> None:
+    """Raise ValueError for settings that need all gradients of a step at once."""
+    for group in mars.param_groups:
+        if group["max_grad_norm"] is not None:
+            needing = f"max_grad_norm={group['max_grad_norm']!r}"
+        elif not group["is_approx"]:
+            needing = "is_approx=False"
+        else:
+            continue
+        raise ValueError(
+            f"release_gradients=True and {needing} contradict each other: one steps each parameter alone, the other "
+            "needs all gradients of a step; leave one out"
+        )
 
 
 def _require_rate(model_or_params: Any, arguments: Mapping[str, Any]) -> None:

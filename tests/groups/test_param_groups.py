@@ -354,9 +354,9 @@ def test_every_setting(name):
         },
         **{"ns_dtype": "float32", "state_dtype": "bfloat16", "rounding": "kahan", "maximize": True, "fused": False},
     }
-    mars_type = "mars-adamw" if name == "role" else "mars-m"
+    mars_type = "mars-adamw" if name in ("role", "eps", "amsgrad", "second_moment") else "mars-m"
     rule = {name: values[name]} | ({"ns_steps": 5} if name == "ns_coefficients" else {})
-    pattern = "*.bias" if name in KEYS_1D else "a.weight"
+    pattern = "*.bias" if name in (*KEYS_1D, "optimize_1d") else "a.weight"
     optimizer = mars_hf.create(small(), mars_type=mars_type, param_rules=[(pattern, rule)], lr=3e-3)
     key = name.removesuffix("_1d") if name in KEYS_1D else name
     assert all((group[key] == values[name]) == ("pattern" in group) for group in optimizer.param_groups)
