@@ -139,8 +139,8 @@ def _of_unread(name: str, value: Any, groups: Iterable[Mapping[str, Any]]) -> st
     kinds = dict.fromkeys(_kind_of(group) for group in groups)
     readers = READERS[name]
     return (
-        f"{name}={shown(value)} would be ignored: here are only {' and '.join(kinds)}, and that {readers.others}. It is "
-        f"for {readers.named()}; leave it out"
+        f"{name}={shown(value)} would be ignored: here are only {' and '.join(kinds)}, and that {readers.others}. It "
+        f"is for {readers.named()}; leave it out"
     )
 
 
