@@ -17,7 +17,7 @@ import mars_hf
 from mars_hf import Mars
 from mars_hf.arithmetic.update_rules import update_rule
 from mars_hf.groups import saved_settings
-from mars_hf.groups.heads import embeddings_and_heads
+from mars_hf.groups.heads import embeddings_and_heads, is_named_as_table
 from mars_hf.groups.settings import KEYS_1D, OVERRIDE_KEYS, check_values, read
 from mars_hf.groups.summary import trained_groups
 
@@ -227,6 +227,9 @@ SCORE, part = nn.Linear(4, 3), lambda **children: nn.ModuleDict(children)
          {"bbox_predictor.0.weight", "bbox_predictor.1.weight"}),
         (part(head=nn.MultiheadAttention(4, 2)), set()),
         (part(header=nn.Linear(4, 4), overhead=nn.Linear(4, 4), heading_proj=nn.Linear(4, 4)), set()),
+        (part(body=nn.Linear(4, 4), head_distill=nn.Linear(4, 3)), {"head_distill.weight"}),
+        (part(body=nn.Linear(4, 4), pred_linear=nn.Linear(4, 3)), {"pred_linear.weight"}),
+        (part(cls_classifier=nn.Linear(4, 3), body=nn.Linear(4, 4)), {"cls_classifier.weight"}),
         (part(body=SCORE, score=SCORE), {"body.weight"}),
         (classifier(lambda model: lambda: model["to_labels"]), {"to_labels.weight"}),
         (classifier(lambda model: lambda name: None), set()),  # of something else
@@ -247,6 +250,28 @@ def test_heads_by_their_vocabulary(several):
     tables = embeddings_and_heads(nn.ModuleList([model]) if several else model)
     heads = {name for name, param in model.named_parameters() if tables.get(param) == "head"}
     assert heads == {"further.weight", "further.bias", "transposed.weight", "transposed.bias"}
+
+
+@pytest.mark.parametrize("ids", [{"mask_token_id": 32}, {"bad_words_ids": [31, 32]}], ids=str)
+def test_numbers_of_tokens_are_no_sizes(ids):
+    """A token may have the number that is the size of the vocabulary, and the head is one all the same."""
+    model = gpt2(vocab_size=32)
+    for name, value in ids.items():
+        setattr(model.config, name, value)
+    model.further = nn.Linear(8, 32)
+    assert embeddings_and_heads(model).get(model.further.weight) == "head"
+
+
+def test_bags_of_embeddings():
+    model = part(bag=nn.EmbeddingBag(8, 4), body=nn.Linear(4, 4))
+    assert embeddings_and_heads(model) == {model["bag"].weight: "embedding"}
+    assert by_name(mars_hf.create(model, lr=1e-3, lr_embeddings=0.5), "lr")["bag.weight"] == 0.5
+
+
+@pytest.mark.parametrize("name", ["embed.weight", "model.tokEmbed.weight", "WTE.weight", "Embedding.weight", "h.wpe.w"])
+def test_names_of_tables(name):
+    """Of parameters without a model, whose warning names them."""
+    assert is_named_as_table(name) and not is_named_as_table("h.0.mlp.weight")
 
 
 # --- several models ---------------------------------------------------------------------------------------------------
