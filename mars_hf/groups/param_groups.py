@@ -309,13 +309,13 @@ def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
         ValueError: a key that is nearly a setting's name, a value out of range, a vector in a group with role `matrix`,
             or a layout that does not fit.
     """
+    entries = entries_of(group)
     _reject_names(group)
     group = {"layout": None, **check_values(group)}
     settings = {**defaults, **group}
     if UPDATE_RULES[settings["mars_type"]].orthogonalizes:
         coefficients_of(settings["ns_coefficients"], settings["ns_steps"])
     _warn_of_large_lr_1d(group, settings)
-    entries = entries_of(group)
     parts: dict[str, list[Any]] = {} if entries else {group.get("role", "matrix"): []}
     for entry in entries:
         parts.setdefault(_role_of(entry, group, settings), []).append(entry)
