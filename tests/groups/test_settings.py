@@ -353,7 +353,7 @@ def test_a_key_twice_in_param_rules(content, name, tmp_path):
 
 
 def test_a_key_twice_in_yaml():
-    with pytest.raises(ValueError, match="found lr twice; write it once.*line 3"):
+    with pytest.raises(ValueError, match=r"found lr twice; write it once.*line 3"):
         plain_yaml.read("a: 1\nlr: 1e-3\nlr: 2e-3\n")
     with pytest.raises(ValueError, match="found b twice"):
         plain_yaml.read("a: {b: 1, c: [{b: 1}], b: 2}")

@@ -119,7 +119,7 @@ def test_adamw_rates_at_every_door(tmp_path):
 
 @pytest.mark.parametrize(
     "settings",
-    [{"gamma": 1e200}, {"gamma": 1e9}, {"gamma": 1e200, "second_moment": "gradient"}, {"betas": (1 - 2**-53, 0.9)}],
+    [{"gamma": 1e200}, {"gamma": 1e200, "second_moment": "gradient"}, {"betas": (1 - 2**-53, 0.9)}],
     ids=str,
 )
 def test_adamw_rates_of_no_size(settings):
