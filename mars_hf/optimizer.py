@@ -24,8 +24,8 @@ from mars_hf.groups.effects import (
     Statement,
     reject_unread,
     reject_unread_arguments,
-    statement_of_group,
     statements_of_defaults,
+    statements_of_group,
     warn_of_decays,
     without_unread,
 )
@@ -107,7 +107,9 @@ class Mars(torch.optim.Optimizer):
 
     Args:
         params: tensors, (name, tensor) pairs, or dicts with `params` and hyperparameters of their own. A group's own
-            settings hold for all its parameters; vectors take its `lr` times lr_1d / lr. A group may state its `role`
+            settings hold for all its parameters, but its `lr` is that of matrices: vectors, also in a group of vectors
+            alone, take it times lr_1d / lr of the constructor, half of it by default. Its `lr_1d` is theirs as it is,
+            and wins. A setting that none of its parameters reads is refused. A group may state its `role`
             (`"matrix"`, `"vector"` or `"adamw"`), and as `layout` the (out, in) matrices in its parameters: a
             `MatrixLayout` or a dict of its fields. None goes by shape: two dimensions are (out, in), three a batch of
             such, more are (out, all others).
@@ -129,7 +131,8 @@ class Mars(torch.optim.Optimizer):
             `adamw` (embeddings and heads) `weight_decay`. A group that states its own `weight_decay` keeps it.
         weight_decay_mode: `"standard"` shrinks weights by lr * weight_decay, as AdamW; `"cautious"` those alone whose
             update does not take them away from zero, d_t x_t >= 0 (arXiv 2510.12402); `"decoupled"` by weight_decay
-            times the schedule's factor: lr over the group's `initial_lr`, `max_lr` under OneCycleLR; 1 without either.
+            times the schedule's factor, lr over its peak: `max_lr` under OneCycleLR, else the largest rate that the
+            group has had, the one it was made with included. Its weight_decay is AdamW's times lr: 1e-5 to 1e-3.
         second_moment: `"corrected"` averages c_t^2; `"gradient"` averages g_t^2.
         ns_steps: steps of Newton-Schulz, >= 1.
         ns_coefficients: `"quintic"`, those of the official code; `"polar-express"`, nearer to the polar factor at the
@@ -161,8 +164,8 @@ class Mars(torch.optim.Optimizer):
             at their defaults alone.
 
     Raises:
-        ValueError: a value out of range, an unknown key in a group, an empty parameter list; the message names the
-            value and the accepted ones.
+        ValueError: a value out of range, an unknown key in a group, an empty parameter list, a setting that no
+            parameter reads under the rules there are; the message names the value and the accepted ones, or the rules.
         RuntimeError: a parameter of which this rank has an unknown part (FSDP1, DeepSpeed's AutoTP, Megatron), or
             ZeroRedundancyOptimizer makes the optimizer. In `step()`, a sparse, complex or integer gradient, an exact
             step without stale gradients, or a model whose parameters `fully_shard` has replaced since `create`; nothing
@@ -315,13 +318,11 @@ class Mars(torch.optim.Optimizer):
                     if self._is_made and before:
                         self._match_names(part)
                     self._add_part(part)
-            self._note_statement(param_group, before)
+            self._note_statements(param_group, before)
         except BaseException:
             del self.param_groups[before:]
             del self._made_rates[before:]
             raise
-        if self._is_made:
-            warn_of_decays(self.param_groups[before:])
         for group in self.param_groups[before:]:
             self._ranks.shards.extend(group)
         if "role" in param_group:
@@ -329,15 +330,15 @@ class Mars(torch.optim.Optimizer):
         elif self._is_made and self._roles_are_stated and self._known_model() is None:
             warn_of_unknown_roles(self.param_groups[before:])
 
-    def _note_statement(self, param_group: Mapping[str, Any], before: int) -> None:
-        """Raise ValueError if a later group states what its parameters ignore; the constructor asks all at its end."""
-        where = f"param_rules {shown(param_group['pattern'])}: " if "pattern" in param_group else "parameter group: "
-        stated = check_values(param_group)
-        statement = statement_of_group(where, stated, self.defaults, self.param_groups[before:])
+    def _note_statements(self, param_group: Mapping[str, Any], before: int) -> None:
+        """Note what a group states until all are there; of a later one, raise ValueError for what is ignored."""
+        made = self.param_groups[before:]
+        statements = statements_of_group(check_values(param_group), self.defaults, made)
         if self._is_made:
-            reject_unread([statement])
+            reject_unread(statements)
+            warn_of_decays(made)
         else:
-            self._statements.append(statement)
+            self._statements += statements
 
     def _with_max_grad_norm(self, param_group: dict[str, Any]) -> dict[str, Any]:
         """Return a new group with the norm of the others, unless it states one: the loop may have changed theirs."""
@@ -744,7 +745,7 @@ def create(
         like: whose settings to reuse, for continued pretraining: a folder with the mars.json of a run, or the name
             of such a repository on the Hub. Arguments given here override them, also the rates that mars.json has for
             vectors and embeddings. Not reused: what the loop and the machine decide (`max_grad_norm`, `fused`,
-            `process_group`). None takes the defaults.
+            `process_group`), and what a rule given here ignores. None takes the defaults.
         process_group: as `Mars`.
         **settings: any of `Mars`, and with a model:
 
@@ -758,11 +759,12 @@ def create(
               ("*.gate.*", {"role": "adamw"})]`), or mappings with `pattern`. The first pattern that matches a
               parameter's name in `model.named_parameters()` decides. An override states any setting of a parameter
               group except `max_grad_norm`, and wins over the other arguments; `role` is `"matrix"`, `"vector"` or
-              `"adamw"`.
+              `"adamw"`. Its `lr` is that of matrices: what takes AdamW has it times lr_1d / lr, unless the override
+              states `lr_1d`.
             - `adamw_rates`: True takes `lr` and `weight_decay` for AdamW's, and trains with those that `python -m
               mars_hf suggest` derives for the rule and its betas; `lr_1d`, if left out, is AdamW's rate. Rates that you
-              state for some parameters (`lr_1d`, `lr_embeddings`, `param_rules`) stay as they are. Not saved: the
-              results are.
+              state for some parameters (`lr_1d`, `lr_embeddings`, `param_rules`) stay as they are: an override's `lr`
+              is then that of its vectors, too. An override of another rule states its rate. Not saved: the results are.
             - `release_gradients`: True steps each parameter inside `backward()`, as soon as its gradient is there,
               and frees that: the loop never holds all gradients. `step()` only checks. For one
               micro-batch a step, in one process or with FSDP2; without `max_grad_norm`, gradient scaler and exact form.
@@ -772,8 +774,8 @@ def create(
         TypeError: neither a module nor parameters, or a setting without name.
         UnknownHyperparameterError: a setting `Mars` does not have.
         ValueError: as `Mars`; no `lr`, unless `like` or every group has one; a model without trainable parameters; a
-            pattern that matches or decides nothing; what needs a model with parameters, or a rule that orthogonalizes
-            with another one; a `like` without settings that can be read.
+            pattern that matches or decides nothing; what needs a model with parameters; `release_gradients` with what
+            needs all gradients; a `like` without settings that can be read.
     """
     _reject_others(model_or_params, others)
     stated = without_torch_keywords(settings)

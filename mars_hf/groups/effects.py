@@ -3,28 +3,60 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from mars_hf import log
 from mars_hf.arithmetic.update_rules import UPDATE_RULES, update_rule
-from mars_hf.groups.settings import DEFAULTS, KEYS_1D, READERS, ROLES, SETTINGS, expand, shown
+from mars_hf.groups.settings import DEFAULTS, KEYS_1D, READERS, SETTINGS, expand, shown
 
 # Numbers of AdamW, which people state for all rules and models: where nobody reads them, a line says so.
 _STATED_FOR_ALL = ("eps", *KEYS_1D)
+_DEFAULTS_OF_CREATE = {name: setting.default for name, setting in SETTINGS.items()}
 # The most that a decoupled decay takes from a weight in a step without a word: 0.1 %, so weights halve in 693 steps.
 _FAST_DECAY = 1e-3
 
 
 class Statement(NamedTuple):
-    """Settings that somebody has stated, and the groups of parameters that they are for."""
+    """A setting that somebody has stated, and the groups of parameters that it is for."""
 
     where: str  # in errors
-    settings: Mapping[str, Any]
+    name: str
+    value: Any
     groups: Sequence[Mapping[str, Any]]
 
+    def is_read(self) -> bool:
+        """Return whether any parameter reads the setting."""
+        return any(READERS[self.name].include(group) for group in self.groups)
 
-# --- settings that do nothing -----------------------------------------------------------------------------------------
+    def error(self) -> str:
+        """Return what is said of a setting that no parameter reads."""
+        readers = READERS[self.name]
+        kinds = " and ".join(dict.fromkeys(map(_kind_of, self.groups)))
+        return (
+            f"{self.where}{self.name}={shown(self.value)} would be ignored: here are only {kinds}, and that "
+            f"{readers.others}. It is for {readers.named()}; leave it out"
+        )
+
+
+def _kind_of(group: Mapping[str, Any]) -> str:
+    what = {"matrix": "matrices", "vector": "vectors", "adamw": "embeddings and heads"}[group["role"]]
+    rule = update_rule(group)
+    return f"{what} under {rule.name if rule.corrects else 'AdamW'}"
+
+
+def _statements(
+    where: str, settings: Mapping[str, Any], defaults: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
+) -> list[Statement]:
+    """Return a statement for each setting that is not the default; keys that are no settings are left out."""
+    statements = []
+    for name, value in settings.items():
+        if name in READERS and repr(value) != repr(defaults.get(name)):
+            statements.append(Statement(where, name, value, groups))
+    return statements
+
+
+# --- settings that do nothing, in an optimizer ------------------------------------------------------------------------
 
 
 def reject_unread(statements: Sequence[Statement]) -> None:
@@ -32,19 +64,13 @@ def reject_unread(statements: Sequence[Statement]) -> None:
 
     One value in several statements need be read once: trainers split one group of the user into many.
     """
-    read = set()
+    read = {(statement.name, repr(statement.value)) for statement in statements if statement.is_read()}
     for statement in statements:
-        for name, value in statement.settings.items():
-            if _is_read(name, statement.groups):
-                read.add((name, repr(value)))
-    for where, settings, groups in statements:
-        for name, value in settings.items():
-            if (name, repr(value)) in read:
-                continue
-            line = where + _of_unread(name, value, groups)
-            if name not in _STATED_FOR_ALL:
-                raise ValueError(line)
-            log.warning(line)
+        if (statement.name, repr(statement.value)) in read:
+            continue
+        if statement.name not in _STATED_FOR_ALL:
+            raise ValueError(statement.error())
+        log.warning(statement.error())
 
 
 def statements_of_defaults(defaults: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> list[Statement]:
@@ -52,23 +78,36 @@ def statements_of_defaults(defaults: Mapping[str, Any], groups: Sequence[Mapping
 
     Settings of vectors may be stated for models without vectors, such as adapters.
     """
-    stated = _different(defaults, DEFAULTS)
-    matrix, vector = ({**defaults, "role": role} for role in ("matrix", "vector"))
-    of_vectors = {name: stated.pop(name) for name in (*_STATED_FOR_ALL, "optimize_1d") if name in stated}
-    return [Statement("", stated, [*groups, matrix]), Statement("", of_vectors, [*groups, matrix, vector])]
+    matrix, vector = {**defaults, "role": "matrix"}, {**defaults, "role": "vector"}
+    statements = []
+    for statement in _statements("", defaults, DEFAULTS, [*groups, matrix]):
+        if statement.name in (*_STATED_FOR_ALL, "optimize_1d"):
+            statement = statement._replace(groups=[*statement.groups, vector])
+        statements.append(statement)
+    return statements
 
 
-def statement_of_group(
-    where: str, stated: Mapping[str, Any], defaults: Mapping[str, Any], made: Sequence[Mapping[str, Any]]
-) -> Statement:
-    """Return what a group states besides the settings of the optimizer; `made`: the groups it was split into."""
-    settings = _different(stated, {**defaults, "layout": None})
+def statements_of_group(
+    group: Mapping[str, Any], defaults: Mapping[str, Any], made: Sequence[Mapping[str, Any]]
+) -> list[Statement]:
+    """Return what a group, checked, states besides the settings of the optimizer.
+
+    A rate of vectors that repeats the group's own, or is None, states nothing.
+
+    Args:
+        group: as it was given.
+        defaults: the settings of the optimizer.
+        made: the groups that it was split into.
+    """
+    where = f"param_rules {shown(group['pattern'])}: " if "pattern" in group else "parameter group: "
+    stated = dict(group)
     for name in KEYS_1D:
-        plain = name.removesuffix("_1d")
-        repeats = plain in stated and repr(settings.get(name)) == repr(stated[plain])
-        if repeats or settings.get(name) is None:
-            settings.pop(name, None)
-    return Statement(where, settings, made)
+        if repr(group.get(name)) in ("None", repr(group.get(name.removesuffix("_1d")))):
+            stated.pop(name, None)
+    return _statements(where, stated, {**defaults, "layout": None}, made)
+
+
+# --- and in arguments of `create` -------------------------------------------------------------------------------------
 
 
 def reject_unread_arguments(arguments: Mapping[str, Any]) -> None:
@@ -76,78 +115,51 @@ def reject_unread_arguments(arguments: Mapping[str, Any]) -> None:
 
     Groups of parameters are not there yet; the optimizer asks them, and says what it finds.
     """
+    statements = _statements_of_arguments(arguments)
     expanded = expand(arguments)
-    for name in set(unread_arguments(arguments)).difference(_STATED_FOR_ALL):
-        raise ValueError(_of_unread(name, arguments[name], _possible_groups(expanded)))
+    defaults = {**DEFAULTS, **expanded, "layout": None}
     for override in expanded.get("param_rules", ()):
-        groups = _groups_of_one_rule({**expanded, **override.settings})
-        stated = _different(override.settings, {**DEFAULTS, **expanded, "layout": None})
-        for name, value in stated.items():
-            if name not in _STATED_FOR_ALL and not _is_read(name, groups):
-                raise ValueError(f"param_rules {shown(override.pattern)}: {_of_unread(name, value, groups)}")
-
-
-def unread_arguments(arguments: Mapping[str, Any]) -> list[str]:
-    """Return the names of those arguments of `create`, not at their defaults, that no parameter would read."""
-    groups = _possible_groups(expand(arguments))
-    stated = _different(arguments, {name: setting.default for name, setting in SETTINGS.items()})
-    return [name for name in stated if not _is_read(name, groups)]
+        groups = _possible_groups({**expanded, **override.settings})
+        statements += _statements(f"param_rules {shown(override.pattern)}: ", override.settings, defaults, groups)
+    for statement in statements:
+        if statement.name not in _STATED_FOR_ALL and not statement.is_read():
+            raise ValueError(statement.error())
 
 
 def without_unread(arguments: Mapping[str, Any], stated: Collection[str]) -> dict[str, Any]:
     """Return arguments of `create` without those that `like` takes up from another rule, and that this one ignores."""
-    unread = [name for name in unread_arguments(arguments) if name not in stated]
-    return {name: value for name, value in arguments.items() if name not in unread}
+    kept = dict(arguments)
+    for statement in _statements_of_arguments(arguments):
+        if statement.name not in stated and not statement.is_read():
+            kept.pop(statement.name)
+    return kept
 
 
 def may_read(mars_type: str, name: str) -> bool:
     """Return whether parameters under a rule, or beside it under AdamW, may read a setting."""
-    choices = [{"mars_type": mars_type, "optimize_1d": optimize_1d} for optimize_1d in (False, True)]
-    return any(_is_read(name, _groups_of_one_rule(settings)) for settings in choices)
+    groups = _possible_groups({"mars_type": mars_type})
+    groups += _possible_groups({"mars_type": mars_type, "optimize_1d": True})
+    return Statement("", name, None, groups).is_read()
 
 
-def _is_read(name: str, groups: Iterable[Mapping[str, Any]]) -> bool:
-    return any(READERS[name].include(group) for group in groups)
+def _statements_of_arguments(arguments: Mapping[str, Any]) -> list[Statement]:
+    """Return what arguments of `create` state, for all groups that they and their overrides may make."""
+    expanded = expand(arguments)
+    groups = _possible_groups(expanded)
+    for override in expanded.get("param_rules", ()):
+        groups += _possible_groups({**expanded, **override.settings})
+    return _statements("", arguments, _DEFAULTS_OF_CREATE, groups)
 
 
-def _different(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that are not the defaults; keys that are no settings are left out."""
-    return {
-        name: value for name, value in settings.items() if name in READERS and repr(value) != repr(defaults.get(name))
-    }
-
-
-def _possible_groups(arguments: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the groups that arguments of `create` may make of a model, with those of its overrides."""
-    groups = _groups_of_one_rule(arguments)
-    for override in arguments.get("param_rules", ()):
-        groups += _groups_of_one_rule({**arguments, **override.settings})
-    return groups
-
-
-def _groups_of_one_rule(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the groups that one `mars_type` may make: of the stated role, or of all that a model may give."""
+def _possible_groups(settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the groups that settings may make: of the role that they state, or of all that a model may give."""
     of_all = {**DEFAULTS, **settings}
-    roles = [role for role in ROLES if role != "adamw" or UPDATE_RULES[of_all["mars_type"]].orthogonalizes]
+    roles = ["matrix", "vector"]
+    if UPDATE_RULES[of_all["mars_type"]].orthogonalizes:
+        roles.append("adamw")
     if settings.get("role") is not None:
         roles = [settings["role"]]
     return [{**of_all, "role": role} for role in roles]
-
-
-def _of_unread(name: str, value: Any, groups: Iterable[Mapping[str, Any]]) -> str:
-    """Return the error of a setting that none of the groups reads."""
-    kinds = dict.fromkeys(_kind_of(group) for group in groups)
-    readers = READERS[name]
-    return (
-        f"{name}={shown(value)} would be ignored: here are only {' and '.join(kinds)}, and that {readers.others}. It "
-        f"is for {readers.named()}; leave it out"
-    )
-
-
-def _kind_of(group: Mapping[str, Any]) -> str:
-    what = {"matrix": "matrices", "vector": "vectors", "adamw": "embeddings and heads"}[group["role"]]
-    rule = update_rule(group)
-    return f"{what} under {rule.name if rule.corrects else 'AdamW'}"
 
 
 # --- decays -----------------------------------------------------------------------------------------------------------

@@ -114,14 +114,15 @@ def param_groups(
             f"{type(model).__name__} has no trainable parameter: set requires_grad=True on those to be trained, or "
             "load a PEFT adapter with is_trainable=True"
         )
-    if lr_embeddings is not None and not is_addition:
+    if not is_addition:
+        _reject_empty(model, param_rules, override_indices)
         _require_tables(model, of_model, lr_embeddings)
     return [groups[key] for key in sorted(groups, key=lambda key: key[:2])]  # stable
 
 
-def _require_tables(model: nn.Module, of_model: _OfModel, lr_embeddings: float) -> None:
+def _require_tables(model: nn.Module, of_model: _OfModel, lr_embeddings: float | None) -> None:
     """Raise ValueError for a rate of embeddings and heads where none trains."""
-    if not any(param.requires_grad for param in of_model.tables):
+    if lr_embeddings is not None and not any(param.requires_grad for param in of_model.tables):
         raise ValueError(
             f"lr_embeddings={lr_embeddings!r}: {type(model).__name__} trains no embedding or head; remove lr_embeddings"
         )
@@ -211,28 +212,36 @@ def _assign(model: nn.Module, overrides: Sequence[Override], *, each_decides: bo
 
     Raises:
         ValueError: with `each_decides`, an override that decides nothing: it matches no trainable parameter, or earlier
-            ones match the same; or it states nothing, and keeps no parameter from later ones.
+            ones match the same.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         if param.requires_grad:
             names.setdefault(param, []).append(name)
     indices: dict[nn.Parameter, int] = {}
-    for index, (pattern, settings) in enumerate(overrides):
+    for index, (pattern, _) in enumerate(overrides):
         matched = [param for param in names if _any_matches(names[param], pattern)]
         new = [param for param in matched if param not in indices]
         if not new and each_decides:
             free = [name for param in names if param not in indices for name in names[param]]
             raise ValueError(_of_no_effect(pattern, free))
-        if not settings and each_decides:
-            later = [other.pattern for other in overrides[index + 1 :]]
-            if not any(_any_matches(names[param], other) for param in new for other in later):
-                raise ValueError(
-                    f"param_rules: {shown(pattern)} states no setting, and keeps no parameter from a later pattern; "
-                    "state one, such as {'weight_decay': 0.0}, or leave it out"
-                )
         indices |= dict.fromkeys(new, index)
     return indices
+
+
+def _reject_empty(model: nn.Module, overrides: Sequence[Override], indices: Mapping[nn.Parameter, int]) -> None:
+    """Raise ValueError for an override that states nothing, and keeps no parameter from a later pattern."""
+    empty = {index for index, override in enumerate(overrides) if not override.settings}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        index = indices.get(param, _NO_OVERRIDE)
+        if any(_any_matches([name], override.pattern) for override in overrides[index + 1 :]):
+            empty.discard(index)
+    if empty:
+        pattern = overrides[min(empty)].pattern
+        raise ValueError(
+            f"param_rules: {shown(pattern)} states no setting, and keeps no parameter from a later pattern; state one, "
+            "such as {'weight_decay': 0.0}, or leave it out"
+        )
 
 
 def _of_no_effect(pattern: str, free: Sequence[str]) -> str:

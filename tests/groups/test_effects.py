@@ -125,7 +125,7 @@ def test_which_rule_reads_what(name, value, rule, caplog):
 
 @pytest.mark.parametrize("name", ["ns_steps", "second_moment", "amsgrad", "gamma"])
 @pytest.mark.parametrize("rule", MARS_TYPES)
-def test_a_setting_that_is_read_changes_the_step(name, rule):
+def test_settings_that_are_read_change_the_step(name, rule):
     """What the table says, held to weights: where no rule reads a setting, no bit differs, and else some do."""
     value = {"ns_steps": 3, "second_moment": "gradient", "amsgrad": True, "gamma": 0.3}[name]
     after = []
@@ -143,7 +143,7 @@ def test_a_setting_that_is_read_changes_the_step(name, rule):
     assert torch.equal(*after) != reads
 
 
-def test_with_optimize_1d_vectors_read_what_their_rule_does(caplog):
+def test_vectors_read_what_their_rule_does(caplog):
     mars_hf.create(small(), lr=1e-3, mars_type="mars-m", optimize_1d=True, second_moment="gradient")
     mars_hf.Mars([matrix(), vector()], mars_type="mars-shampoo", optimize_1d=True, second_moment="gradient")
     with pytest.raises(ValueError, match="amsgrad=True would be ignored"):
@@ -152,7 +152,7 @@ def test_with_optimize_1d_vectors_read_what_their_rule_does(caplog):
 
 
 @pytest.mark.parametrize("given", [{"lr_1d": 1e-4}, {"betas_1d": (0.8, 0.9)}, {"weight_decay_1d": 0.1}], ids=str)
-def test_rates_of_vectors_that_take_the_rule_of_matrices_are_said(given, caplog):
+def test_rates_of_vectors_under_optimize_1d(given, caplog):
     """They are stated for all rules, so a line says it; under mars-m embeddings read them."""
     mars_hf.create(small(), lr=1e-3, mars_type="mars-m", optimize_1d=True, **given)
     assert not caplog.records
@@ -179,7 +179,7 @@ def test_rates_of_vectors_that_take_the_rule_of_matrices_are_said(given, caplog)
     ],
     ids=str,
 )
-def test_groups(group, message):
+def test_settings_of_groups(group, message):
     for make in (mars_hf.Mars, lambda groups: mars_hf.create(groups, lr=1e-3)):
         with pytest.raises(ValueError, match=message):
             make([dict(group)])
@@ -189,7 +189,7 @@ def test_groups(group, message):
     assert len(mars.param_groups) == 1
 
 
-def test_a_value_that_some_parameters_read_may_be_stated_for_all():
+def test_a_value_stated_for_all_groups():
     """Trainers split the groups of their users into matrices and vectors."""
     mars_hf.Mars([{"params": [matrix(), vector()], "gamma": 0.3}])
     mars_hf.Mars([{"params": [matrix()], "gamma": 0.3}, {"params": [vector()], "gamma": 0.3}])
@@ -198,7 +198,7 @@ def test_a_value_that_some_parameters_read_may_be_stated_for_all():
         mars_hf.create(small(), lr=1e-3, param_rules=[("*.bias", {"gamma": 0.3})])
 
 
-def test_an_override_of_another_rule_reads_the_arguments(tmp_path):
+def test_an_override_of_another_rule(tmp_path):
     rules = [("a.*", {"mars_type": "mars-m"})]
     made = mars_hf.create(small(), lr=1e-3, ns_steps=3, split_fused="none", param_rules=rules)
     assert {group["ns_steps"] for group in made.param_groups} == {3}
@@ -220,13 +220,13 @@ def test_another_rule_than_that_of_like(tmp_path):
 
 
 @pytest.mark.parametrize("rule", MARS_TYPES)
-def test_settings_that_the_recipes_offer(rule):
+def test_settings_offered_by_recipes(rule):
     assert may_read(rule, "gamma") and may_read(rule, "amsgrad") and may_read(rule, "lr_1d")
     assert may_read(rule, "ns_dtype") == may_read(rule, "split_fused") == (rule in ("mars-m", "mars-shampoo"))
 
 
 @pytest.mark.parametrize("name", ["max_grad_norm", "is_approx"])
-def test_released_gradients_with_what_needs_all_of_them(name):
+def test_released_gradients_where_all_are_needed(name):
     value = {"max_grad_norm": 1.0, "is_approx": False}[name]
     with pytest.raises(ValueError, match=f"release_gradients=True and {name}={value} contradict each other"):
         mars_hf.create(small(), lr=1e-3, release_gradients=True, **{name: value})
@@ -266,7 +266,7 @@ def test_edited_names_that_are_none(edit):
     [{"weight_decay": 2.5}, {"weight_decay": 1.0}, {"weight_decay_1d": 1.0}],
     ids=str,
 )
-def test_a_decoupled_decay_that_takes_a_whole_weight(given, tmp_path):
+def test_decoupled_decay_of_a_whole_weight(given, tmp_path):
     """2.5 took a norm to 3e9 in 50 steps."""
     ((name, value),) = given.items()
     message = rf"{name}={value:g} is not valid with weight_decay_mode='decoupled'"
@@ -289,7 +289,7 @@ def test_a_decoupled_decay_that_takes_a_whole_weight(given, tmp_path):
             give()
 
 
-def test_a_decay_that_is_edited_to_take_a_whole_weight():
+def test_edited_decay_of_a_whole_weight():
     param = matrix()
     mars = mars_hf.Mars([param], weight_decay=1.5)
     mars.param_groups[0]["weight_decay_mode"] = "decoupled"
@@ -299,7 +299,7 @@ def test_a_decay_that_is_edited_to_take_a_whole_weight():
     assert torch.equal(param.detach(), torch.ones(4, 4))
 
 
-def test_a_decay_that_only_adamw_makes_sense_of_is_said(caplog):
+def test_decays_that_only_adamw_has(caplog):
     mars_hf.Mars([matrix()], lr=3e-3, weight_decay=1e-3, weight_decay_mode="decoupled")
     assert not caplog.records
     mars = mars_hf.Mars([matrix()], lr=3e-3, weight_decay=0.1, weight_decay_mode="decoupled")

@@ -413,7 +413,7 @@ def test_layers_added_later_decay_as_the_trainer_says(tmp_path):
     assert {group["role"] for group in mars.param_groups[-2:]} == {"matrix", "vector"}
 
 
-def test_decays_of_vectors_and_of_names_beside_those_of_the_trainer(tmp_path):
+def test_decays_beside_those_of_the_trainer(tmp_path):
     """How much is ours to state, and `param_rules` name parameters themselves."""
     rules = [("*.h.0.mlp.*", {"weight_decay": 0.3})]
     found = decays(made_by(deciding_run("factory", tmp_path, weight_decay_1d=0.2, param_rules=rules)))
@@ -426,7 +426,7 @@ class WithoutVectors(Trainer):
         return [name for name, param in model.named_parameters() if param.ndim == 2]
 
 
-def test_a_decay_of_vectors_of_which_the_trainer_names_none(tmp_path):
+def test_decay_of_vectors_that_no_name_takes(tmp_path):
     args = arguments(tmp_path, optim="mars_adamw", weight_decay=0.1, optim_args="weight_decay_1d=0.2")
     run = WithoutVectors(gpt2(), args)
     with pytest.raises(ValueError, match=r"weight_decay_1d=0\.2, and WithoutVectors\.get_decay_parameter_names names"):
