@@ -67,10 +67,11 @@ CHECKPOINT_CLASSES = (
 REPLACED_NAMES = {
     "transformers:Trainer": "Scripts under `python -m mars_hf run` train with Trainer in place of MarsTrainer.",
     "transformers:Trainer.__init__": "Nothing stops a Trainer in which another optimizer would step.",
+    "transformers:Trainer.create_optimizer": "An override of `get_decay_parameter_names` is not followed.",
     "transformers:Trainer._load_from_checkpoint": "Mixtral, GPT-NeoX and others resume with weights as initialized.",
     "transformers:Trainer._load_best_model": "As the name before, at the end.",
     "transformers:Trainer._load_optimizer_and_scheduler": "A truncated optimizer.pt is not named in the error.",
-    "transformers:TrainingArguments.__post_init__": "A bad `optim_args` is told when the optimizer is made.",
+    "transformers:TrainingArguments.__post_init__": "A bad `optim` or `optim_args` is told later.",
     "transformers.training_args:OptimizerNames": "`--optim mars_adamw` is unknown.",
     "transformers.trainer_optimizer:_OPTIMIZER_HANDLERS": "The same: nothing makes that optimizer.",
     "axolotl.core.builders.base:TrainerBuilderBase.hook_pre_create_trainer": "Axolotl's trainers are not MARS's.",

@@ -14,11 +14,20 @@ from torch import Tensor, nn
 from typing_extensions import Never, Unpack
 
 from mars_hf import _compat
-from mars_hf.arithmetic.update_rules import update_rule
+from mars_hf.arithmetic.update_rules import UpdateRule, update_rule
 from mars_hf.distributed.shards import place_gradients
 from mars_hf.distributed.tensors import Group, local
 from mars_hf.groups import saved_settings
 from mars_hf.groups.advice import Advice
+from mars_hf.groups.effects import (
+    Statement,
+    reject_unread,
+    reject_unread_arguments,
+    statements_of_defaults,
+    statements_of_group,
+    warn_of_decays,
+    without_unread,
+)
 from mars_hf.groups.model_watch import ModelWatch
 from mars_hf.groups.param_groups import (
     param_groups,
@@ -34,6 +43,7 @@ from mars_hf.groups.settings import (
     SETTINGS,
     STRUCTURAL_KEYS,
     check_arguments,
+    check_decoupled_decay,
     check_values,
     expand,
     reject_unknown,
@@ -49,7 +59,7 @@ from mars_hf.step.metrics import StepMetrics
 from mars_hf.step.ranks import Ranks
 from mars_hf.step.release import GradientRelease
 from mars_hf.step.sums import find_moving, forget_if_all_move, rows_to_reduce, set_factors, take_sums
-from mars_hf.step.update import count_steps, update, update_matrices
+from mars_hf.step.update import count_steps, note_peaks, update, update_matrices
 
 # Labels of groups that a model's modules and names give.
 _OF_MODEL = ("left_out", "pattern")
@@ -94,7 +104,9 @@ class Mars(torch.optim.Optimizer):
 
     Args:
         params: tensors, (name, tensor) pairs, or dicts with `params` and hyperparameters of their own. A group's own
-            settings hold for all its parameters; vectors take its `lr` times lr_1d / lr. A group may state its `role`
+            settings hold for all its parameters, but its `lr` is that of matrices: vectors, also in a group of vectors
+            alone, take it times lr_1d / lr of the constructor, half of it by default. Its `lr_1d` is theirs as it is,
+            and wins. A setting that none of its parameters reads is refused. A group may state its `role`
             (`"matrix"`, `"vector"` or `"adamw"`), and as `layout` the (out, in) matrices in its parameters: a
             `MatrixLayout` or a dict of its fields. None goes by shape: two dimensions are (out, in), three a batch of
             such, more are (out, all others).
@@ -116,7 +128,8 @@ class Mars(torch.optim.Optimizer):
             `adamw` (embeddings and heads) `weight_decay`. A group that states its own `weight_decay` keeps it.
         weight_decay_mode: `"standard"` shrinks weights by lr * weight_decay, as AdamW; `"cautious"` those alone whose
             update does not take them away from zero, d_t x_t >= 0 (arXiv 2510.12402); `"decoupled"` by weight_decay
-            times the schedule's factor: lr over the group's `initial_lr`, `max_lr` under OneCycleLR; 1 without either.
+            times the schedule's factor, lr over its peak: `max_lr` under OneCycleLR, else the largest rate that the
+            group has had, the one it was made with included. Its weight_decay is AdamW's times lr: 1e-5 to 1e-3.
         second_moment: `"corrected"` averages c_t^2; `"gradient"` averages g_t^2.
         ns_steps: steps of Newton-Schulz, >= 1.
         ns_coefficients: `"quintic"`, those of the official code; `"polar-express"`, nearer to the polar factor at the
@@ -148,8 +161,8 @@ class Mars(torch.optim.Optimizer):
             at their defaults alone.
 
     Raises:
-        ValueError: a value out of range, an unknown key in a group, an empty parameter list; the message names the
-            value and the accepted ones.
+        ValueError: a value out of range, an unknown key in a group, an empty parameter list, a setting that no
+            parameter reads under the rules there are; the message names the value and the accepted ones, or the rules.
         RuntimeError: a parameter of which this rank has an unknown part (FSDP1, DeepSpeed's AutoTP, Megatron), or
             ZeroRedundancyOptimizer makes the optimizer. In `step()`, a sparse, complex or integer gradient, an exact
             step without stale gradients, or a model whose parameters `fully_shard` has replaced since `create`; nothing
@@ -200,6 +213,7 @@ class Mars(torch.optim.Optimizer):
     _structure: Sequence[dict[str, Any]] = ()
     # Of the model that `create` was given.
     _watch: ModelWatch | None = None
+    _decayed: Mapping[str, float] | None = None  # see `param_groups`
     # The arguments of the `create` that made it, which mars.json keeps; None for `Mars(params)`.
     created_with: Mapping[str, Any] | None = None
 
@@ -263,8 +277,12 @@ class Mars(torch.optim.Optimizer):
         self._ranks = Ranks()
         self._advice = Advice()
         self._roles_are_stated = False
+        self._statements: list[Statement] = []  # of the groups, until all are there
         super().__init__(params, check_values(settings))
         self._is_made = True
+        reject_unread([*statements_of_defaults(self.defaults, self.param_groups), *self._statements])
+        self._statements = []
+        warn_of_decays(self.param_groups)
         if not self._roles_are_stated:
             self._advice.on_unknown_roles(self.param_groups)
         for package, extend in EXTENSIONS.items():
@@ -296,6 +314,7 @@ class Mars(torch.optim.Optimizer):
                     if self._is_made and before:
                         self._match_names(part)
                     self._add_part(part)
+            self._note_statements(param_group, before)
         except BaseException:
             del self.param_groups[before:]
             self._advice.keep(before)
@@ -309,6 +328,16 @@ class Mars(torch.optim.Optimizer):
         elif self._is_made and self._roles_are_stated and self._known_model() is None:
             self._advice.on_unknown_roles(self.param_groups[before:])
 
+    def _note_statements(self, param_group: Mapping[str, Any], before: int) -> None:
+        """Note what a group states until all are there; of a later one, raise ValueError for what is ignored."""
+        made = self.param_groups[before:]
+        statements = statements_of_group(check_values(param_group), self.defaults, made)
+        if self._is_made:
+            reject_unread(statements)
+            warn_of_decays(made)
+        else:
+            self._statements += statements
+
     def _with_max_grad_norm(self, param_group: dict[str, Any]) -> dict[str, Any]:
         """Return a new group with the norm of the others, unless it states one: the loop may have changed theirs."""
         norms = {group["max_grad_norm"] for group in self.param_groups}
@@ -319,6 +348,8 @@ class Mars(torch.optim.Optimizer):
         super().add_param_group(part)
         for key in KEYS_1D:
             self.param_groups[-1].pop(key)
+        if self.param_groups[-1]["weight_decay_mode"] == "decoupled":
+            self.param_groups[-1]["peak_lr"] = float(part["lr"])
         self._advice.add(self.param_groups[-1])
         self._was_trainable |= any(param.requires_grad for param in self.param_groups[-1]["params"])
 
@@ -326,9 +357,10 @@ class Mars(torch.optim.Optimizer):
         """Return the model that `create` was given, while it lives."""
         return None if self._watch is None else self._watch.reference()
 
-    def _follow_model(self, model: nn.Module) -> None:
-        """Take the roles and layouts of groups to come from a model, and see that all of it trains."""
+    def _follow_model(self, model: nn.Module, decayed: Mapping[str, float] | None = None) -> None:
+        """Take the roles, layouts and decays of groups to come from a model, and see that all of it trains."""
         self._watch = ModelWatch(model, self._params())
+        self._decayed = decayed
 
     def _as_in_model(self, param_group: dict[str, Any]) -> list[dict[str, Any]]:
         """Return a new group of `create(model)` in parts, with roles and layouts from the model."""
@@ -337,6 +369,7 @@ class Mars(torch.optim.Optimizer):
             return [param_group]
         settings = expand(dict(self.created_with or {}))
         options = {name: settings[name] for name in MODEL_DEFAULTS if name in settings}
+        options["decayed"] = self._decayed
         of_model = param_groups(model, mars_type=self.defaults["mars_type"], is_addition=True, **options)
         parts = split_by_model([param_group], of_model)
         params = params_of(parts)
@@ -449,7 +482,7 @@ class Mars(torch.optim.Optimizer):
         """Algorithm 1: norms of the corrected gradients, clipping, moments, directions, update."""
         _reject_capture()
         groups, max_grad_norm, metrics = self.param_groups, self.max_grad_norm, self._metrics
-        rules = [update_rule(group) for group in groups]
+        rules = self._rules()
         has_gradients = self._has_gradients()
         shared = self._ranks.begin(
             groups,
@@ -478,6 +511,7 @@ class Mars(torch.optim.Optimizer):
             if self.is_exact and moving:
                 exact.keep_params(groups, self.state)
             count_steps(moving)
+            note_peaks(groups)
             for tensors in lists:
                 if tensors.chunk is None:
                     update(tensors, metrics=metrics)
@@ -487,6 +521,15 @@ class Mars(torch.optim.Optimizer):
             if self.is_exact:
                 exact.drop_stale_gradients(groups, self.state)
                 self._stale_gradients_supplied = False
+
+    def _rules(self) -> list[UpdateRule]:
+        """Return the rules of the groups; ValueError if somebody has edited one to a name that is none."""
+        try:
+            return [update_rule(group) for group in self.param_groups]
+        except (KeyError, TypeError):
+            for group in self.param_groups:
+                check_values({name: group.get(name) for name in ("mars_type", "role", "optimize_1d")})
+            raise
 
     def _has_gradients(self) -> bool:
         return any(param.grad is not None for param in self._params())
@@ -506,10 +549,11 @@ class Mars(torch.optim.Optimizer):
 
     def _check_edited_groups(self) -> None:
         """Check what somebody may have edited in the groups since the last step, and that exact ones can step."""
-        structure = [{name: group.get(name) for name in (*STRUCTURAL_KEYS, "swa_lr")} for group in self.param_groups]
+        structure = [{name: group.get(name) for name in STRUCTURAL_KEYS} for group in self.param_groups]
         if structure != self._structure:
-            for settings in structure:
+            for settings, group in zip(structure, self.param_groups, strict=True):
                 check_values(settings)
+                check_decoupled_decay(group)
             self._advice.on_lost_updates(self.param_groups)
         self._advice.on_one_rate()
         if self.is_exact:
@@ -663,7 +707,7 @@ def create(
         like: whose settings to reuse, for continued pretraining: a folder with the mars.json of a run, or the name
             of such a repository on the Hub. Arguments given here override them, also the rates that mars.json has for
             vectors and embeddings. Not reused: what the loop and the machine decide (`max_grad_norm`, `fused`,
-            `process_group`). None takes the defaults.
+            `process_group`), and what a rule given here ignores. None takes the defaults.
         process_group: as `Mars`.
         **settings: any of `Mars`, and with a model:
 
@@ -677,11 +721,12 @@ def create(
               ("*.gate.*", {"role": "adamw"})]`), or mappings with `pattern`. The first pattern that matches a
               parameter's name in `model.named_parameters()` decides. An override states any setting of a parameter
               group except `max_grad_norm`, and wins over the other arguments; `role` is `"matrix"`, `"vector"` or
-              `"adamw"`.
+              `"adamw"`. Its `lr` is that of matrices: what takes AdamW has it times lr_1d / lr, unless the override
+              states `lr_1d`.
             - `adamw_rates`: True takes `lr` and `weight_decay` for AdamW's, and trains with those that `python -m
               mars_hf suggest` derives for the rule and its betas; `lr_1d`, if left out, is AdamW's rate. Rates that you
-              state for some parameters (`lr_1d`, `lr_embeddings`, `param_rules`) stay as they are. Not saved: the
-              results are.
+              state for some parameters (`lr_1d`, `lr_embeddings`, `param_rules`) stay as they are: an override's `lr`
+              is then that of its vectors, too. An override of another rule states its rate. Not saved: the results are.
             - `release_gradients`: True steps each parameter inside `backward()`, as soon as its gradient is there,
               and frees that: the loop never holds all gradients. `step()` only checks. For one
               micro-batch a step, in one process or with FSDP2; without `max_grad_norm`, gradient scaler and exact form.
@@ -691,39 +736,93 @@ def create(
         TypeError: neither a module nor parameters, or a setting without name.
         UnknownHyperparameterError: a setting `Mars` does not have.
         ValueError: as `Mars`; no `lr`, unless `like` or every group has one; a model without trainable parameters; a
-            pattern that matches or decides nothing; what needs a model with parameters, or a rule that orthogonalizes
-            with another one; a `like` without settings that can be read.
+            pattern that matches or decides nothing; what needs a model with parameters; `release_gradients` with what
+            needs all gradients; a `like` without settings that can be read.
     """
     _reject_others(model_or_params, others)
     stated = without_torch_keywords(settings)
     reject_unknown(stated, SETTINGS, "mars_hf.create")
     saved = {} if like is None else saved_settings.read(like, stated.get("mars_type"))
-    arguments = {**saved, **check_arguments(stated)}
+    arguments = without_unread({**saved, **check_arguments(stated)}, stated)
+    if like is not None and arguments.get("adamw_rates"):
+        raise ValueError(f"like={shown(str(like))} has rates of MARS; leave adamw_rates out")
+    reject_unread_arguments(arguments)
+    return make(model_or_params, arguments, process_group=process_group)
+
+
+def make(
+    model_or_params: Any,
+    arguments: Mapping[str, Any],
+    *,
+    process_group: Any = None,
+    decayed: Callable[[nn.Module], Iterable[str]] | None = None,
+) -> Mars:
+    """Make what `create` returns, from its checked arguments.
+
+    `decayed` gives the names of a model's parameters that decay, where a Trainer's user has said so; see
+    `param_groups`.
+    """
+    arguments = check_arguments(arguments)
     release_gradients = arguments.pop("release_gradients", False)
     if isinstance(model_or_params, Iterator):
         model_or_params = list(model_or_params)  # read twice
     if arguments.pop("adamw_rates", False):
-        if like is not None:
-            raise ValueError(f"like={str(like)!r} has rates of MARS; leave adamw_rates out")
         _reject_rates_of_groups(model_or_params)
-        arguments = from_adamw(arguments)
+        arguments = without_unread(from_adamw(arguments), arguments)
     _require_rate(model_or_params, arguments)
     expanded = expand(arguments)
     options = {name: expanded[name] for name in MODEL_DEFAULTS if name in expanded}
     hyperparameters = {name: value for name, value in expanded.items() if name not in options}
     model = _as_model(model_or_params)
     if model is not None:
+        if decayed is not None:
+            options["decayed"] = _decays_by_name(decayed(model), expanded)
         groups = param_groups(model, mars_type=expanded.get("mars_type", DEFAULTS["mars_type"]), **options)
         mars = Mars(groups, process_group=process_group, **hyperparameters)
-        mars._follow_model(model)
+        mars._follow_model(model, options.get("decayed"))
+        if decayed is not None and expanded.get("weight_decay_1d"):
+            _require_decay_of_vectors(mars, decayed, expanded["weight_decay_1d"])
     else:
         _reject_options_of_models(arguments)
         params: Any = model_or_params
         mars = Mars(params, process_group=process_group, **hyperparameters)
     mars.created_with = {**expanded, **arguments}
     if release_gradients:
+        _reject_release(mars)
         mars._release = GradientRelease(mars, mars._step)
     return mars
+
+
+def _decays_by_name(names: Iterable[str], settings: Mapping[str, Any]) -> dict[str, float]:
+    """Return the decay of a vector of each name: `weight_decay_1d`, or without one that of matrices."""
+    full = {**DEFAULTS, **settings}
+    decay = full["weight_decay"] if full["weight_decay_1d"] is None else full["weight_decay_1d"]
+    return dict.fromkeys(names, decay)
+
+
+def _require_decay_of_vectors(mars: Mars, decayed: Callable[..., Any], weight_decay_1d: float) -> None:
+    """Raise ValueError for a decay of vectors that a Trainer's override leaves to none."""
+    if any(group["weight_decay"] for group in mars.param_groups if not update_rule(group).corrects):
+        return
+    raise ValueError(
+        f"weight_decay_1d={weight_decay_1d:g}, and {decayed.__qualname__} names nothing that takes it: return names of "
+        "vectors, too, or leave weight_decay_1d out"
+    )
+
+
+def _reject_release(mars: Mars) -> None:
+    """Raise ValueError for settings that need all gradients of a step at once."""
+    for group in mars.param_groups:
+        if group["max_grad_norm"] is not None:
+            needing = f"max_grad_norm={group['max_grad_norm']!r}"
+        elif not group["is_approx"]:
+            needing = "is_approx=False"
+        else:
+            continue
+        raise ValueError(
+            f"release_gradients=True and {needing} contradict each other: one steps each parameter alone, the other "
+            "needs all gradients of a step; leave one out"
+        )
 
 
 def _require_rate(model_or_params: Any, arguments: Mapping[str, Any]) -> None:

@@ -17,6 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import mars_hf
 from mars_hf.arithmetic.update_rules import update_rule
+from mars_hf.groups.settings import ORTHOGONAL_TYPES
 from mars_hf.kernels import cpu
 from mars_hf.step.lists import build_lists
 
@@ -122,6 +123,11 @@ def refused(match: str) -> Iterator[None]:
         yield
     assert end.value.code == 2
     assert re.search(match, str(end.value.__context__))
+
+
+def newton_schulz_in(dtype: str, mars_type: str | None) -> dict[str, Any]:
+    """Return the setting of a dtype for rules that have Newton-Schulz; None is the default rule."""
+    return {"ns_dtype": dtype} if mars_type in ORTHOGONAL_TYPES else {}
 
 
 def equal(one: Any, other: Any) -> bool:

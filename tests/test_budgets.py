@@ -31,8 +31,8 @@ PACKAGE = Path(mars_hf.__file__).parent
 ROOT = PACKAGE.parent
 
 # Files, and lines with C++.
-ROOMS = {"mars_hf": (57, 13_000), "recipes": (38, 5_000), "tests": (104, 23_700), "benchmarks": (10, 2_300)}
-MOST_WORDS_IN_DOCS, MOST_SETTINGS, MOST_PUBLIC_NAMES = 21_000, 32, 9
+ROOMS = {"mars_hf": (58, 13_700), "recipes": (38, 5_000), "tests": (104, 24_700), "benchmarks": (10, 2_300)}
+MOST_WORDS_IN_DOCS, MOST_SETTINGS, MOST_PUBLIC_NAMES = 21_500, 32, 9
 # Files that one step enters.
 WALKS = {"mars-adamw": 13, "mars-m": 18}
 

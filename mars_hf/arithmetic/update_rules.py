@@ -70,6 +70,11 @@ class UpdateRule:
         return ARITHMETICS[self.arithmetic].buffers
 
     @property
+    def has_eps_of_groups(self) -> bool:
+        """Return whether the `eps` of a group enters its norms before Newton-Schulz."""
+        return self.orthogonalizes and self.norm_eps is not _eps_of_muon
+
+    @property
     def has_second_moment(self) -> bool:
         """Return whether the state has `exp_avg_sq`."""
         return "exp_avg_sq" in self.buffers

@@ -130,7 +130,8 @@ def _reject_unused(patterns: Iterable[str], pattern_of: Mapping[str, str | None]
     if unused:
         close = difflib.get_close_matches(unused[0].strip("*"), pattern_of, n=3, cutoff=0.0)
         near = ", ".join(repr(name) for name in close)
-        raise ValueError(f"split_fused: {unused!r} match no parameter of two or more dimensions; names are like {near}")
+        shown = repr(unused)[:200]
+        raise ValueError(f"split_fused: {shown} match no parameter of two or more dimensions; names are like {near}")
 
 
 def _classes(module: Any) -> list[str]:

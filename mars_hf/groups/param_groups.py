@@ -27,11 +27,14 @@ from mars_hf.groups.settings import (
     GROUP_KEYS,
     KEYS_1D,
     LABEL_KEYS,
-    ORTHOGONAL_TYPES,
     ROLES,
+    SETTINGS,
     Override,
+    check_decoupled_decay,
     check_values,
     reject_unknown,
+    shown,
+    without_torch_keywords,
 )
 
 _NORM_CLASS = re.compile(r"norm(\dd)?$", re.IGNORECASE)
@@ -43,7 +46,7 @@ _NO_DECAY_NAME = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(
 _NO_OVERRIDE = -1
 _EMPTY = Override("", {})
 # The groups of a model: role, and whether `weight_decay` applies.
-_ORDER = [("matrix", True), ("matrix", False), ("adamw", True), ("adamw", False), ("vector", True)]
+_ORDER = [("matrix", True), ("matrix", False), ("adamw", True), ("adamw", False), ("vector", True), ("vector", False)]
 
 
 def param_groups(
@@ -53,6 +56,7 @@ def param_groups(
     split_fused: Any = "auto",
     lr_embeddings: float | None = None,
     param_rules: Sequence[Override] = (),
+    decayed: Mapping[str, float] | None = None,
     is_addition: bool = False,
 ) -> list[dict[str, Any]]:
     """Return the parameter groups of a model: decayed matrices, undecayed matrices, what takes AdamW, vectors.
@@ -74,12 +78,13 @@ def param_groups(
         split_fused: for mars-shampoo and mars-m, see `model_layouts.of_model`.
         lr_embeddings: learning rate of embeddings and heads, tied ones included; None: that of their role.
         param_rules: settings by name, checked; they win over the other arguments. See `create`.
+        decayed: names of the parameters that decay, where a Trainer's user says so, and the decay of a vector of that
+            name; None: those that decay under `transformers.Trainer`.
         is_addition: the settings are those of an optimizer that exists, and may be for parameters frozen by now.
 
     Raises:
         ValueError: no trainable parameter, a pattern that matches nothing, an override's role that does not fit,
-            `lr_embeddings` for a model without embeddings or heads, `split_fused` with a rule that does not
-            orthogonalize, or one that does not fit.
+            `lr_embeddings` for a model without embeddings or heads, or a `split_fused` that does not fit.
     """
     of_model = _look_at_modules(model, mars_type, split_fused, param_rules, with_tables=lr_embeddings is not None)
     override_indices = _assign(model, param_rules, each_decides=not is_addition)
@@ -91,6 +96,7 @@ def param_groups(
         override = param_rules[index] if param in override_indices else _EMPTY
         orthogonalizes = UPDATE_RULES[override.settings.get("mars_type", mars_type)].orthogonalizes
         settings = _settings_in_model(name, param, of_model, override.settings, orthogonalizes, lr_embeddings)
+        settings |= _decay_by_name(name, settings["role"], decayed)
         order = _ORDER.index((settings["role"], "weight_decay" not in settings))
         settings |= override.settings
         if override is not _EMPTY:
@@ -104,14 +110,15 @@ def param_groups(
             f"{type(model).__name__} has no trainable parameter: set requires_grad=True on those to be trained, or "
             "load a PEFT adapter with is_trainable=True"
         )
-    if lr_embeddings is not None and not is_addition:
+    if not is_addition:
+        _reject_empty(model, param_rules, override_indices)
         _require_tables(model, of_model, lr_embeddings)
     return [groups[key] for key in sorted(groups, key=lambda key: key[:2])]  # stable
 
 
-def _require_tables(model: nn.Module, of_model: _OfModel, lr_embeddings: float) -> None:
+def _require_tables(model: nn.Module, of_model: _OfModel, lr_embeddings: float | None) -> None:
     """Raise ValueError for a rate of embeddings and heads where none trains."""
-    if not any(param.requires_grad for param in of_model.tables):
+    if lr_embeddings is not None and not any(param.requires_grad for param in of_model.tables):
         raise ValueError(
             f"lr_embeddings={lr_embeddings!r}: {type(model).__name__} trains no embedding or head; remove lr_embeddings"
         )
@@ -150,11 +157,6 @@ def _look_at_modules(
     named_types = [mars_type, *(override.settings.get("mars_type", mars_type) for override in param_rules)]
     if any(UPDATE_RULES[name].orthogonalizes for name in named_types):
         layouts = model_layouts.of_model(model, split_fused)
-    elif split_fused != "auto":
-        raise ValueError(
-            f"split_fused={split_fused!r} for mars_type={mars_type!r}, which orthogonalizes nothing; accepted with "
-            f"{', '.join(map(repr, ORTHOGONAL_TYPES))}"
-        )
     tables = heads.embeddings_and_heads(model) if layouts or with_tables else {}
     norms: set[nn.Parameter] = set()
     for module in model.modules():
@@ -177,12 +179,19 @@ def _settings_in_model(
     if role == "matrix" and orthogonalizes:
         layout = of_model.layouts.get(param)
         settings["layout"] = matrix_layouts.to_plain(layout) if isinstance(layout, MatrixLayout) else None
-    if role != "vector" and _NO_DECAY_NAME.search(name):
-        settings["weight_decay"] = 0.0
     is_table = param in of_model.tables and not of_model.is_vector(name, param)
     if lr_embeddings is not None and is_table:
         settings |= _rate_of_table(role, override, lr_embeddings)
     return settings
+
+
+def _decay_by_name(name: str, role: str, decayed: Mapping[str, float] | None) -> dict[str, float]:
+    """Return the decay that a parameter's name decides; nothing where that of its role applies."""
+    if decayed is None:
+        return {"weight_decay": 0.0} if role != "vector" and _NO_DECAY_NAME.search(name) else {}
+    if name not in decayed:
+        return {"weight_decay": 0.0}
+    return {"weight_decay": decayed[name]} if role == "vector" else {}
 
 
 def _why_left_out(name: str, param: nn.Parameter, of_model: _OfModel, override: Mapping[str, Any]) -> str:
@@ -216,13 +225,28 @@ def _assign(model: nn.Module, overrides: Sequence[Override], *, each_decides: bo
     return indices
 
 
+def _reject_empty(model: nn.Module, overrides: Sequence[Override], indices: Mapping[nn.Parameter, int]) -> None:
+    """Raise ValueError for an override that states nothing, and keeps no parameter from a later pattern."""
+    empty = {index for index, override in enumerate(overrides) if not override.settings}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        index = indices.get(param, _NO_OVERRIDE)
+        if any(_any_matches([name], override.pattern) for override in overrides[index + 1 :]):
+            empty.discard(index)
+    if empty:
+        pattern = overrides[min(empty)].pattern
+        raise ValueError(
+            f"param_rules: {shown(pattern)} states no setting, and keeps no parameter from a later pattern; state one, "
+            "such as {'weight_decay': 0.0}, or leave it out"
+        )
+
+
 def _of_no_effect(pattern: str, free: Sequence[str]) -> str:
     """Return the error of a pattern that matches none of the names that earlier patterns leave."""
     near = difflib.get_close_matches(pattern.strip("*"), free, n=3, cutoff=0.0)
     named = f"named like {', '.join(map(repr, near))}" if near else "none"
     return (
-        f"param_rules: {pattern!r} decides nothing: it matches no remaining trainable parameter; those that earlier "
-        f"patterns leave are {named}"
+        f"param_rules: {shown(pattern)} decides nothing: it matches no remaining trainable parameter; those that "
+        f"earlier patterns leave are {named}"
     )
 
 
@@ -256,7 +280,7 @@ def split_by_model(groups: Iterable[Any], of_model: Iterable[Mapping[str, Any]])
         groups = [{"params": groups}]
     parts: dict[tuple[int, str], dict[str, Any]] = {}
     for index, group in enumerate(groups):
-        for entry in _entries_of(group["params"]):
+        for entry in entries_of(group, index):
             settings = in_model.get(_param_of(entry), {})
             part = parts.setdefault((index, repr(settings)), {**group, **settings, "params": []})
             part["params"].append(entry)
@@ -290,13 +314,12 @@ def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
         ValueError: a key that is nearly a setting's name, a value out of range, a vector in a group with role `matrix`,
             or a layout that does not fit.
     """
-    names = [name for name in group if name not in LABEL_KEYS]
-    reject_unknown(names, (*GROUP_KEYS, *KEYS_1D, "role"), "parameter group", labels=True)
+    entries = entries_of(group)
+    _reject_names(group)
     group = {"layout": None, **check_values(group)}
     settings = {**defaults, **group}
     if UPDATE_RULES[settings["mars_type"]].orthogonalizes:
         coefficients_of(settings["ns_coefficients"], settings["ns_steps"])
-    entries = _entries_of(group["params"])
     parts: dict[str, list[Any]] = {} if entries else {group.get("role", "matrix"): []}
     for entry in entries:
         parts.setdefault(_role_of(entry, group, settings), []).append(entry)
@@ -306,16 +329,47 @@ def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
         one_role = {**without_1d, "params": parts[role], "role": role}
         if not update_rule({**settings, **one_role}).corrects:
             one_role |= _adamw_settings(role, group, defaults)
+        check_decoupled_decay({**defaults, "weight_decay_1d": None, **one_role})
         split.append(one_role)
     return split
 
 
-def _entries_of(params: Any) -> list[Any]:
-    """Return a group's parameters as a list of tensors or (name, tensor) pairs."""
+def _reject_names(group: Mapping[str, Any]) -> None:
+    """Raise ValueError for keys of a group that are nearly settings, or are for all parameters together."""
+    for name in group:
+        is_of_create = name in SETTINGS and SETTINGS[name].scope in ("model", "run")
+        if is_of_create or name in ("like", "process_group"):
+            raise ValueError(
+                f"parameter group: {name}={shown(group[name])} is an argument of mars_hf.create, for all parameters; "
+                "give it there"
+            )
+    without_torch_keywords(group)
+    names = [name for name in group if name not in LABEL_KEYS]
+    reject_unknown(names, (*GROUP_KEYS, *KEYS_1D, "role"), "parameter group", labels=True)
+
+
+def entries_of(group: Mapping[str, Any], index: int | None = None) -> list[Any]:
+    """Return a group's parameters as a list of tensors or (name, tensor) pairs.
+
+    Raises:
+        ValueError: it has none.
+        TypeError: they have no order, or are no parameters.
+    """
+    where = "parameter group" if index is None else f"parameter group {index}"
+    if "params" not in group:
+        raise ValueError(
+            f"{where} has no 'params', only {shown(list(group))}: give it the tensors, such as "
+            "{'params': [...], 'lr': 1e-3}"
+        )
+    params = group["params"]
     if isinstance(params, set):
         raise TypeError("params is a set, whose order changes from run to run; use a list")
     if isinstance(params, Tensor):
         return [params]
+    if isinstance(params, str) or not isinstance(params, Iterable):
+        raise TypeError(
+            f"{where}: params is a {type(params).__name__}; give a list of tensors, such as list(model.parameters())"
+        )
     return list(params)
 
 
@@ -333,7 +387,7 @@ def _role_of(entry: Any, group: Mapping[str, Any], settings: Mapping[str, Any]) 
     if role != "matrix":
         return role
     if len(shape) < 2:
-        where = f"param_rules {group['pattern']!r}: " if "pattern" in group else ""
+        where = f"param_rules {shown(group['pattern'])}: " if "pattern" in group else ""
         what = "a parameter" if name is None else repr(name)
         raise ValueError(
             f"{where}role='matrix' for {what} of shape {tuple(shape)}; a matrix has two or more dimensions, use "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import Any
 
@@ -23,6 +24,19 @@ class _Loader(yaml.SafeLoader):
                 problem="found an alias; write its value", problem_mark=self.peek_event().start_mark
             )
         return super().compose_node(parent, index)
+
+    def compose_mapping_node(self, anchor: Any) -> Any:
+        """Refuse a key that comes twice: the last one would win in silence."""
+        node = super().compose_mapping_node(anchor)
+        seen = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.MarkedYAMLError(
+                        problem=f"found {key.value} twice; write it once", problem_mark=key.start_mark
+                    )
+                seen.add(key.value)
+        return node
 
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         """Refuse values of other types than settings have."""
@@ -49,3 +63,17 @@ def read(text: str) -> Any:
         raise ValueError(" ".join(str(error).split())) from None
     except RecursionError:
         raise ValueError("lists or mappings are nested too deeply") from None
+
+
+def read_json(text: str) -> Any:
+    """Return the value that a text in JSON states; ValueError if it is none, or has a key twice."""
+    return json.loads(text, object_pairs_hook=_without_duplicates)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    mapping: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in mapping:
+            raise ValueError(f"found {key} twice; write it once")
+        mapping[key] = value
+    return mapping

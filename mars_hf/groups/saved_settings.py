@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from mars_hf.groups import plain_yaml
 from mars_hf.groups.settings import DEFAULTS, MODEL_DEFAULTS, MUON, check_arguments, reject_unknown, shown
 
 FILE = "mars.json"
+# The name of a repository on the Hub: it cannot be absolute, nor begin with a dot or tilde, nor have two slashes.
+_REPOSITORY = re.compile(r"\w[\w.-]*(?:/\w[\w.-]*)?")
 # Not what the loop and the machine decide.
 KEPT = tuple(name for name in (*DEFAULTS, *MODEL_DEFAULTS) if name not in ("max_grad_norm", "fused"))
 
@@ -70,7 +75,7 @@ def read(like: str | os.PathLike[str], mars_type: Any = None) -> dict[str, Any]:
     where = f"like={shown(os.fspath(like))}"
     path = _find(like, where)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = plain_yaml.read_json(path.read_text(encoding="utf-8"))
         arguments = content["create"]
     except (OSError, ValueError, RecursionError, TypeError, KeyError) as error:
         raise ValueError(f"{where}: its {FILE} cannot be read ({error!r}); save the run's settings again") from None
@@ -93,22 +98,42 @@ def read(like: str | os.PathLike[str], mars_type: Any = None) -> dict[str, Any]:
     return arguments
 
 
+def _hint_of_folder(path: Path) -> str:
+    """Return the names near a path that does not exist, beside it."""
+    try:
+        names = [each.name for each in path.parent.iterdir()]
+    except OSError:
+        return ""
+    close = difflib.get_close_matches(path.name, names, n=3)
+    return f"; did you mean {' or '.join(repr(str(path.parent / name)) for name in close)}?" if close else ""
+
+
 def _find(like: str | os.PathLike[str], where: str) -> Path:
     """Return the path of the mars.json that `like` names, from the Hub's cache if it is there."""
-    path = Path(like).expanduser()
-    for file in (path, path / FILE):
-        if file.is_file():
-            return file
-    if path.is_dir():
+    try:
+        path = Path(like).expanduser()
+        for file in (path, path / FILE):
+            if file.is_file():
+                return file
+        is_folder = path.is_dir()
+    except (OSError, RuntimeError) as error:  # a name that no file can have; no such user
+        raise ValueError(f"{where}: no such folder ({error.__class__.__name__})") from None
+    if is_folder:
         raise ValueError(
             f"{where}: the folder has no {FILE}, which Trainer leaves beside the weights of a run with MARS"
+        )
+    if not _REPOSITORY.fullmatch(os.fspath(like)):
+        raise ValueError(
+            f"{where}: no such folder, and the Hub does not give its {FILE}: that is no name of a repository"
+            f"{_hint_of_folder(path)}"
         )
     try:
         import huggingface_hub
 
         return Path(huggingface_hub.hf_hub_download(os.fspath(like), FILE))
     except (ImportError, OSError, ValueError) as error:  # all errors of the Hub are among them
+        reason = f"{type(error).__name__}: {shown(' '.join(str(error).split()))}"
         raise ValueError(
-            f"{where}: no such folder, and the Hub does not give its {FILE} ({type(error).__name__}: "
-            f"{shown(' '.join(str(error).split()))}); check the name, log in if it is private, or give a local folder"
+            f"{where}: no such folder, and the Hub does not give its {FILE} ({reason}); check the name, log in if it "
+            f"is private, or give a local folder{_hint_of_folder(path)}"
         ) from None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import contextlib
 import difflib
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 
 from mars_hf.arithmetic import eight_bits, matrix_layouts
 from mars_hf.arithmetic.newton_schulz import SCHEDULES, coefficients_of
-from mars_hf.arithmetic.update_rules import UPDATE_RULES
+from mars_hf.arithmetic.update_rules import ADAMW, UPDATE_RULES, UpdateRule, update_rule
 
 MARS_TYPES = tuple(name for name, rule in UPDATE_RULES.items() if rule.corrects)
 ORTHOGONAL_TYPES = tuple(name for name, rule in UPDATE_RULES.items() if rule.orthogonalizes)
@@ -63,13 +62,15 @@ def _or_none(kind: Kind) -> Kind:
     return kind._replace(accepted=f"{kind.accepted}, or None", fits=fits, plain=plain)
 
 
-def _dtype(*names: str) -> Kind:
-    """Return the kind of a torch.dtype or its name, or None."""
+def _dtype(*names: str, others: tuple[str, ...] = ()) -> Kind:
+    """Return the kind of a torch.dtype or its name, of other names that are no dtypes, or None."""
 
     def fits(value: Any) -> bool:
-        return str(value).removeprefix("torch.") in names
+        if not isinstance(value, (str, torch.dtype)):
+            return False
+        return value in others or str(value).removeprefix("torch.") in names
 
-    return _or_none(_one_of(*names)._replace(fits=fits))
+    return _or_none(_one_of(*others, *names)._replace(fits=fits))
 
 
 def _is_rate(value: Any) -> bool:
@@ -135,12 +136,46 @@ _COEFFICIENTS = Kind(
 )
 _TYPE = _one_of(*MARS_TYPES)._replace(accepted=f"{_quoted(MARS_TYPES)}; {MUON!r} in create")
 _SPLIT = Kind("'auto', 'none', or a mapping of name patterns to sizes", _is_split, names=("auto", "none"))
-_STATE_DTYPE = _dtype(eight_bits.NAME, "float16", "bfloat16", "float32", "float64")
+_STATE_DTYPE = _dtype("float16", "bfloat16", "float32", "float64", others=(eight_bits.NAME,))
 _LAYOUT = Kind(
     "a MatrixLayout or a dict of its fields (transposed, batched: True, False; parts: sizes > 0)",
     _is_layout,
     matrix_layouts.to_plain,
 )
+
+
+class Readers(NamedTuple):
+    """Who reads a setting: parameters of these rules; with `role`, only those of that role."""
+
+    others: str = ""  # what an error says of all others
+    rules: Callable[[UpdateRule], bool] = lambda rule: True
+    role: str | None = None
+
+    def include(self, group: Mapping[str, Any]) -> bool:
+        """Return whether the parameters of a group read the setting."""
+        return self.rules(update_rule(group)) and self.role in (None, group["role"])
+
+    def named(self) -> str:
+        """Return whom an error names."""
+        if self.role is not None:
+            return "vectors (biases, norms)"
+        names = [repr(name) for name in MARS_TYPES if self.rules(UPDATE_RULES[name])]
+        if self.rules(ADAMW):
+            names.append("what takes AdamW (vectors, embeddings, heads)")
+        return ", ".join(names)
+
+
+_EVERY = Readers()
+_CORRECTED = Readers("corrects no gradient", lambda rule: rule.corrects)
+_ORTHOGONALIZED = Readers("orthogonalizes nothing", lambda rule: rule.orthogonalizes)
+_WITH_SECOND_MOMENT = Readers("has no second moment", lambda rule: rule.has_second_moment)
+# AdamW's gradients are not corrected, so both kinds of second moment are the same.
+_SECOND_MOMENT_OF_TWO = Readers(
+    "has no second moment of corrected gradients", lambda rule: rule.corrects and rule.has_second_moment
+)
+_WITH_EPS = Readers("has no eps", lambda rule: rule.has_second_moment or rule.has_eps_of_groups)
+_UNDER_ADAMW = Readers("leaves nothing to AdamW", lambda rule: not rule.corrects)
+_VECTORS = Readers("is no vector", role="vector")
 
 
 class Setting(NamedTuple):
@@ -156,41 +191,82 @@ class Setting(NamedTuple):
     kind: Kind
     help: str
     scope: Literal["group", "1d", "model", "run"] = "group"
+    readers: Readers = _EVERY
 
 
 _TABLE = (
     Setting("lr", 3e-3, _RATE, "Learning rate of the matrices."),
     Setting("betas", (0.95, 0.99), _BETAS, "Decay rates of the moments."),
-    Setting("eps", 1e-8, _NUMBER, "Added to the root of the second moment."),
+    Setting("eps", 1e-8, _NUMBER, "Added to the root of the second moment.", readers=_WITH_EPS),
     Setting("weight_decay", 0.0, _NUMBER, "Decoupled decay of the matrices."),
-    Setting("gamma", 0.025, _NUMBER, "Scale of the correction."),
+    Setting("gamma", 0.025, _NUMBER, "Scale of the correction.", readers=_CORRECTED),
     Setting("mars_type", "mars-adamw", _TYPE, "Update rule of the matrices."),
-    Setting("is_approx", True, _FLAG, "False: exact MARS, which takes two gradients a step."),
-    Setting("clip_threshold", 1.0, _THRESHOLD, "Largest norm of a corrected gradient."),
-    Setting("amsgrad", False, _FLAG, "Divide by the running maximum of the second moment."),
-    Setting("optimize_1d", False, _FLAG, "Vectors take the MARS rule as well."),
-    Setting("lr_1d", None, _or_none(_RATE), "Rate of what takes AdamW; left out: lr / 2, with mars-m lr.", "1d"),
-    Setting("betas_1d", (0.9, 0.95), _BETAS, "Decay rates of the moments of what takes AdamW.", "1d"),
+    Setting("is_approx", True, _FLAG, "False: exact MARS, which takes two gradients a step.", readers=_CORRECTED),
+    Setting("clip_threshold", 1.0, _THRESHOLD, "Largest norm of a corrected gradient.", readers=_CORRECTED),
+    Setting(
+        "amsgrad", False, _FLAG, "Divide by the running maximum of the second moment.", readers=_WITH_SECOND_MOMENT
+    ),
+    Setting("optimize_1d", False, _FLAG, "Vectors take the MARS rule as well.", readers=_VECTORS),
+    Setting(
+        "lr_1d",
+        None,
+        _or_none(_RATE),
+        "Rate of what takes AdamW; left out: lr / 2, with mars-m lr.",
+        "1d",
+        _UNDER_ADAMW,
+    ),
+    Setting("betas_1d", (0.9, 0.95), _BETAS, "Decay rates of the moments of what takes AdamW.", "1d", _UNDER_ADAMW),
     Setting(
         "weight_decay_1d",
         None,
         _or_none(_NUMBER),
         "Decoupled decay of what takes AdamW; left out: embeddings and heads as matrices, vectors 0.",
         "1d",
+        _UNDER_ADAMW,
     ),
     Setting("weight_decay_mode", "standard", _DECAY_MODE, "cautious: only toward zero; decoupled: not times lr."),
-    Setting("second_moment", "corrected", _one_of("corrected", "gradient"), "What the second moment averages."),
-    Setting("ns_steps", 5, _STEPS, "Steps of Newton-Schulz."),
-    Setting("ns_coefficients", "quintic", _COEFFICIENTS, f"Coefficients of Newton-Schulz: {', '.join(SCHEDULES)}."),
-    # No float16: the entries of a first moment underflow in it.
-    Setting("ns_dtype", None, _dtype("bfloat16", "float32", "float64"), "Dtype of Newton-Schulz; left out: the best."),
-    Setting("normalize_rows", None, _or_none(_BETA), "NorMuon: beta of the rows' second moments; left out: none."),
+    Setting(
+        "second_moment",
+        "corrected",
+        _one_of("corrected", "gradient"),
+        "What the second moment averages.",
+        readers=_SECOND_MOMENT_OF_TWO,
+    ),
+    Setting("ns_steps", 5, _STEPS, "Steps of Newton-Schulz.", readers=_ORTHOGONALIZED),
+    Setting(
+        "ns_coefficients",
+        "quintic",
+        _COEFFICIENTS,
+        f"Coefficients of Newton-Schulz: {', '.join(SCHEDULES)}.",
+        readers=_ORTHOGONALIZED,
+    ),
+    Setting(  # no float16: the entries of a first moment underflow in it
+        "ns_dtype",
+        None,
+        _dtype("bfloat16", "float32", "float64"),
+        "Dtype of Newton-Schulz; left out: the best.",
+        readers=_ORTHOGONALIZED,
+    ),
+    Setting(
+        "normalize_rows",
+        None,
+        _or_none(_BETA),
+        "NorMuon: beta of the rows' second moments; left out: none.",
+        readers=_ORTHOGONALIZED,
+    ),
     Setting("max_grad_norm", None, _THRESHOLD, "Largest global norm of all gradients."),
     Setting("state_dtype", None, _STATE_DTYPE, "Dtype of the states; 8bit: codes with scales, for matrices."),
     Setting("rounding", "nearest", _one_of("nearest", "stochastic", "kahan"), "Rounding of bfloat16 parameters."),
     Setting("maximize", False, _FLAG, "Ascend instead of descend."),
     Setting("fused", None, _or_none(_FLAG), "True: kernels, or an error; False: PyTorch; left out: where they pay."),
-    Setting("split_fused", "auto", _SPLIT, "auto: orthogonalize query, key and value apart; none: as one.", "model"),
+    Setting(
+        "split_fused",
+        "auto",
+        _SPLIT,
+        "auto: orthogonalize query, key and value apart; none: as one.",
+        "model",
+        _ORTHOGONALIZED,
+    ),
     Setting("lr_embeddings", None, _or_none(_NUMBER), "Learning rate of embeddings and heads.", "model"),
     # Checked by `_overrides`, not by its kind.
     Setting("param_rules", [], Kind("overrides", bool), "Settings by name: a .yaml or .json file, or JSON.", "model"),
@@ -213,15 +289,26 @@ OVERRIDE_KEYS = ("role", *(name for name in (*GROUP_KEYS, *KEYS_1D) if name != "
 # What each step checks in groups that may have been edited: not the numbers, which schedulers write.
 _NUMBERS = ("lr", "betas", "eps", "weight_decay", "gamma", "max_grad_norm")
 STRUCTURAL_KEYS = ("role", *(name for name in GROUP_KEYS if name not in _NUMBERS))
-ORTHOGONAL_KEYS = ("ns_steps", "ns_coefficients", "ns_dtype", "split_fused")  # of mars-shampoo and mars-m
 # Names for the halves of a pair, where a value can hold no comma.
 PAIR_KEYS = {"beta1": ("betas", 0), "beta2": ("betas", 1), "beta1_1d": ("betas_1d", 0), "beta2_1d": ("betas_1d", 1)}
 # Labels of groups, ours and torch's. `gamma_of_average`: the gamma of the steps behind exp_avg, for states without last
-# gradient; `left_out`: why matrices are not orthogonalized; `pattern`: of the group's override in `param_rules`.
-LABEL_KEYS = ("params", "param_names", "role", "name", "initial_lr", "gamma_of_average", "left_out", "pattern")
+# gradient; `left_out`: why matrices are not orthogonalized; `pattern`: of the group's override in `param_rules`;
+# `peak_lr`: the largest rate of a group with decoupled decay.
+LABEL_KEYS = (
+    "params",
+    "param_names",
+    "role",
+    "name",
+    "initial_lr",
+    "gamma_of_average",
+    "left_out",
+    "pattern",
+    "peak_lr",
+)
 _KINDS = {name: setting.kind for name, setting in SETTINGS.items()}
 _KINDS |= dict.fromkeys(PAIR_KEYS, _BETA)
 _KINDS |= {"role": _one_of(*ROLES), "layout": _or_none(_LAYOUT)}
+READERS = {name: setting.readers for name, setting in SETTINGS.items()} | {"layout": _ORTHOGONALIZED}
 _OTHER_NAMES = {  # of other libraries
     "learning_rate": "lr",
     "step_size": "lr",
@@ -261,7 +348,11 @@ class Override(NamedTuple):
 
 def shown(value: Any) -> str:
     """Return what an error shows of a value: one line of at most 200 characters."""
-    text = " ".join(repr(value).split())
+    return _shortened(repr(value))
+
+
+def _shortened(text: str) -> str:
+    text = " ".join(text.split())
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 
@@ -279,7 +370,25 @@ def check_values(settings: Mapping[str, Any]) -> dict[str, Any]:
             checked[name] = _checked(name, value, _KINDS[name])
     if "ns_steps" in settings and "ns_coefficients" in settings:
         coefficients_of(settings["ns_coefficients"], settings["ns_steps"])
+    check_decoupled_decay(checked)
     return checked
+
+
+def check_decoupled_decay(settings: Mapping[str, Any]) -> None:
+    """Raise ValueError for a decoupled decay that would take a weight away, or more than that, in one step.
+
+    With `adamw_rates` it is AdamW's, which is multiplied by the learning rate first.
+    """
+    if settings.get("weight_decay_mode") != "decoupled" or settings.get("adamw_rates"):
+        return
+    for name in ("weight_decay", "weight_decay_1d"):
+        value = settings.get(name)
+        if value is not None and value >= 1:
+            raise ValueError(
+                f"{name}={value:g} is not valid with weight_decay_mode='decoupled', which takes that part of a weight "
+                f"at each step; accepted: numbers below 1. For AdamW's {value:g} give {value:g} * lr, or leave "
+                "weight_decay_mode out"
+            )
 
 
 def check_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -347,12 +456,14 @@ def _overrides(value: Any) -> list[Override]:
         ValueError: something of another form, an empty pattern, or a duplicated one.
     """
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
-        raise ValueError(f"param_rules={value!r} is not a list of overrides; {_OVERRIDES}")
+        raise ValueError(f"param_rules={shown(value)} is not a list of overrides; {_OVERRIDES}")
     overrides: dict[str, Override] = {}  # by pattern
     for index, entry in enumerate(value):
         override = _override(entry, f"param_rules[{index}]")
         if override.pattern in overrides:
-            raise ValueError(f"param_rules: {override.pattern!r} is duplicated; put its settings into one override")
+            raise ValueError(
+                f"param_rules: {shown(override.pattern)} is duplicated; put its settings into one override"
+            )
         overrides[override.pattern] = override
     return list(overrides.values())
 
@@ -366,9 +477,9 @@ def _override(entry: Any, where: str) -> Override:
         settings = dict(entry[1])
         pattern = entry[0]
     else:
-        raise ValueError(f"{where}={entry!r} is not an override; {_OVERRIDES}")
+        raise ValueError(f"{where}={shown(entry)} is not an override; {_OVERRIDES}")
     if not isinstance(pattern, str) or not pattern:
-        raise ValueError(f"{where}: pattern={pattern!r} is not a shell pattern of names; {_OVERRIDES}")
+        raise ValueError(f"{where}: pattern={shown(pattern)} is not a shell pattern of names; {_OVERRIDES}")
     return Override(pattern, settings)
 
 
@@ -388,10 +499,10 @@ def _overrides_from_text(text: str) -> list[Override]:
             content = Path(text).expanduser().read_text(encoding="utf-8")
             value = plain_yaml.read(content)  # a .json file is YAML, too
         else:
-            value = json.loads(text)
+            value = plain_yaml.read_json(text)
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"param_rules={text!r} cannot be read ({' '.join(str(error).split())}); accepted: a .json or .yaml file, "
+            f"param_rules={shown(text)} cannot be read ({_shortened(str(error))}); accepted: a .json or .yaml file, "
             'or a list in JSON, such as [{"pattern": "*.bias", "weight_decay": 0.01}]'
         ) from None
     return _overrides(value)

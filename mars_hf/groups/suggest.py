@@ -13,9 +13,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mars_hf.arithmetic.update_rules import UPDATE_RULES, first_moment_rms
-from mars_hf.groups.settings import DEFAULTS, MARS_TYPES, MUON, check_values, expand
+from mars_hf.groups.settings import DEFAULTS, MARS_TYPES, MUON, Override, check_values, expand, shown
 
 _ADAMW_BETA1 = 0.9
+# Beyond it, or one over it, a factor of AdamW's rate is none that anybody means.
+_SMALLEST_FACTOR = 1e-6
+# The command's own bounds, far beyond any training: its numbers are printed with few digits.
+_WIDEST, _SMALLEST_RATE, _LARGEST_BETA = 10**6, 1e-12, 1 - 1e-9
 _MARS_M = (
     "mars-m with clip_threshold=None keeps one buffer less; the clip showed no gain.",
     "muon is mars-m without the clip and the split of query, key, value: same rates.",
@@ -52,29 +56,64 @@ def suggest(
 def from_adamw(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments of `create` whose `lr` and `weight_decay` are AdamW's (beta1 0.9) with those of their rule.
 
+    Rates that are stated for some parameters stay: `lr` in an override of `param_rules` is that of its vectors, too.
+
     Raises:
-        ValueError: no learning rate, or a rule whose update depends on the width of the model.
+        ValueError: no learning rate, a rule whose update depends on the width of the model, an update without a size,
+            or an override that makes updates of another size and states no rate.
     """
     if "lr" not in arguments:
         raise ValueError("adamw_rates=True: give AdamW's learning rate as lr")
-    settings = {**DEFAULTS, **expand(arguments)}
-    rule = settings["mars_type"]
+    expanded = expand(arguments)
+    factor = _factor_of_adamw(expanded)
+    derived = {"lr_1d": arguments["lr"], **arguments, "lr": arguments["lr"] * factor}
+    if "weight_decay" in arguments:  # AdamW shrinks a weight by lr * weight_decay in a step
+        if arguments.get("weight_decay_mode") == "decoupled":
+            derived["weight_decay"] = arguments["weight_decay"] * float(arguments["lr"])
+        else:
+            derived["weight_decay"] = arguments["weight_decay"] / factor
+    if "param_rules" in arguments:
+        derived["param_rules"] = [_with_stated_rate(rule, expanded, factor) for rule in arguments["param_rules"]]
+    return derived
+
+
+def _factor_of_adamw(settings: Mapping[str, Any]) -> float:
+    """Return what AdamW's rate is multiplied by, for an update of its size; ValueError if there is no such factor."""
+    full = {**DEFAULTS, **settings}
+    rule, beta1, gamma = full["mars_type"], full["betas"][0], full["gamma"]
     if depends_on_width(rule):
         raise ValueError(
             f"adamw_rates=True: the size of {rule}'s updates depends on the width of the model; take the rates of "
             "python -m mars_hf suggest --width"
         )
-    of_rule = update_rms(rule, beta1=settings["betas"][0], gamma=settings["gamma"])
-    if rule == "mars-adamw" and settings["second_moment"] == "gradient":
-        of_rule = first_moment_rms(settings["betas"][0], settings["gamma"])
-    factor = first_moment_rms(_ADAMW_BETA1) / of_rule
-    derived = {"lr_1d": arguments["lr"], **arguments, "lr": arguments["lr"] * factor}
-    if "weight_decay" in arguments:  # AdamW shrinks a weight by lr * weight_decay in a step
-        if settings["weight_decay_mode"] == "decoupled":
-            derived["weight_decay"] = arguments["weight_decay"] * arguments["lr"]
+    try:
+        if rule == "mars-adamw" and full["second_moment"] == "gradient":
+            of_rule = first_moment_rms(beta1, gamma)
         else:
-            derived["weight_decay"] = arguments["weight_decay"] / factor
-    return derived
+            of_rule = update_rms(rule, beta1=beta1, gamma=gamma)
+        factor = first_moment_rms(_ADAMW_BETA1) / of_rule
+    except (OverflowError, ZeroDivisionError):
+        factor = math.inf
+    if not _SMALLEST_FACTOR < factor < 1 / _SMALLEST_FACTOR:
+        raise ValueError(
+            f"adamw_rates=True: no rate of {rule} follows from AdamW's at gamma={gamma:g} and beta1={beta1:.17g}; give "
+            "usual ones (0.025, 0.95), or lr of the rule without adamw_rates"
+        )
+    return factor
+
+
+def _with_stated_rate(override: Override, arguments: Mapping[str, Any], factor: float) -> Override:
+    """Return an override whose rate, if it states one, is that of all its parameters."""
+    settings = override.settings
+    if "lr" in settings:
+        return override._replace(settings={"lr_1d": settings["lr"], **settings})
+    of_override = _factor_of_adamw({**arguments, **settings})
+    if not math.isclose(of_override, factor, rel_tol=0.05):
+        raise ValueError(
+            f"adamw_rates=True: updates under param_rules {shown(override.pattern)} have another size than the others, "
+            f"for which rates are derived; state lr there: AdamW's times {of_override:.3g}"
+        )
+    return override
 
 
 # AdamW's usual rates, by what is trained.
@@ -150,14 +189,30 @@ def run(options: argparse.Namespace) -> str:
     if lr is None:
         return _table_alone(options)
     betas, decay = _betas_and_decay(options)
-    check_values({"lr": lr, "betas": betas, "weight_decay": decay})
-    if lr == 0 or (width is not None and width < 1):
-        raise ValueError("--adamw-lr and --width are numbers > 0")
+    _check_ranges(lr, betas, decay, width)
     rules = [options.rule] if options.rule else [rule for rule in MARS_TYPES if width or not depends_on_width(rule)]
     texts = [_forms(suggest(rule, lr, betas, decay, width=width)) for rule in rules]
     if "mars-m" in rules:
         texts.insert(0, "\n".join(_MARS_M))
     return "\n\n".join(texts)
+
+
+def _check_ranges(lr: float, betas: tuple[float, float], decay: float, width: int | None) -> None:
+    """Raise ValueError for values of AdamW that no training has."""
+    check_values({"lr": lr, "betas": betas, "weight_decay": decay})
+    if lr == 0 or (width is not None and width < 1):
+        raise ValueError("--adamw-lr and --width are numbers > 0")
+    if width is not None and width > _WIDEST:
+        raise ValueError(f"--width {shown(width)} is no width of a model; give at most {_WIDEST}")
+    if not _SMALLEST_RATE <= lr <= 1 / _SMALLEST_RATE:
+        raise ValueError(f"--adamw-lr {lr:g} is no learning rate; give one such as 3e-4")
+    if decay > 1 / _SMALLEST_RATE:
+        raise ValueError(f"--adamw-weight-decay {decay:g} is no decay; give one such as 0.1")
+    for beta in betas:
+        if beta > _LARGEST_BETA:
+            raise ValueError(
+                f"--adamw-betas {beta!r} is too near to 1 to average anything; give at most {_LARGEST_BETA}"
+            )
 
 
 def _table_alone(options: argparse.Namespace) -> str:

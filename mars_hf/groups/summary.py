@@ -177,7 +177,9 @@ def one_line_summary(param_groups: Iterable[Mapping[str, Any]], model: nn.Module
         parts.append("nothing is orthogonalized")
     for role, of_role in by_role.items():
         parts.append(_part_of_line(role, of_role))
-    text = f"{rule} ({form}, gamma={main['gamma']:g}, betas={betas}): {', '.join(parts)}"
+    decays = dict.fromkeys(_decay_of(group) for group in groups if group["weight_decay_mode"] != "standard")
+    decay = f", weight_decay={' and '.join(decays)}" if decays else ""
+    text = f"{rule} ({form}, gamma={main['gamma']:g}, betas={betas}{decay}): {', '.join(parts)}"
     return textwrap.shorten(text, 160, placeholder="...")
 
 

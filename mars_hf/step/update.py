@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -165,15 +165,25 @@ def _options(tensors: TensorList, arithmetic: str, rounding: rules.Rounding) -> 
     )
 
 
+def note_peaks(groups: Iterable[dict[str, Any]]) -> None:
+    """Keep the largest rate of each group with decoupled decay in the group, which checkpoints hold."""
+    for group in groups:
+        if group["weight_decay_mode"] == "decoupled":
+            rates = (group.get("peak_lr", 0.0), group.get("initial_lr", 0.0), group["lr"])
+            group["peak_lr"] = max(map(float, rates))
+
+
 def _weight_decay(group: Mapping[str, Any]) -> float:
     """Return the decay that is multiplied by the learning rate.
 
-    A decoupled one follows the schedule and not the rate: lr / initial_lr, which torch's schedulers keep in the group.
+    A decoupled one follows the schedule and not the rate: lr over the schedule's peak. OneCycleLR keeps that in the
+    group as `max_lr`. Elsewhere it is the largest rate so far, which counts the one that the group was made with and
+    `initial_lr`: CyclicLR keeps its lowest rate there, ReduceLROnPlateau none. No step decays by more than is stated.
     """
     weight_decay = float(group["weight_decay"])
     if group["weight_decay_mode"] != "decoupled":
         return weight_decay
-    peak = float(group.get("max_lr", group.get("initial_lr", group["lr"])))
+    peak = max(float(group["max_lr"]), float(group["lr"])) if "max_lr" in group else group["peak_lr"]
     return weight_decay / peak if peak else 0.0
 
 

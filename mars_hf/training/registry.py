@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+import difflib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import Any
 
 import transformers.trainer_optimizer
 from torch import nn
+from transformers.trainer import Trainer
 from transformers.training_args import OptimizerNames, TrainingArguments
 from typing_extensions import Unpack
 
 from mars_hf import _compat
 from mars_hf.groups import saved_settings
+from mars_hf.groups.effects import reject_unread_arguments, without_unread
 from mars_hf.groups.param_groups import param_groups, split_by_model
 from mars_hf.groups.setting_types import FactorySettings
 from mars_hf.groups.settings import (
@@ -22,18 +27,22 @@ from mars_hf.groups.settings import (
     PAIR_KEYS,
     SETTINGS,
     check_arguments,
+    check_decoupled_decay,
     expand,
     hint_of_number,
     parse_optim_args,
     reject_unknown,
+    shown,
     text_of_optim_args,
     without_torch_keywords,
 )
-from mars_hf.optimizer import Mars, create
+from mars_hf.optimizer import Mars, create, make
 from mars_hf.training.callback import OPTIM_NAMES  # guards every Trainer made from now on
 
 # TrainingArguments' names of settings; MARS's defaults are in force where nobody has stated these.
 _ARGUMENTS = {"weight_decay": "weight_decay", "adam_beta1": "beta1", "adam_beta2": "beta2", "adam_epsilon": "eps"}
+# The Trainer whose `create_optimizer` runs.
+_MAKER: ContextVar[Trainer | None] = ContextVar("maker", default=None)
 
 
 class MarsFactory:
@@ -69,7 +78,7 @@ class MarsFactory:
             return self
         arguments = resolve({**self.settings, **_checked(settings)}, args or self.args)
         if groups is None:
-            return create(model, **arguments)
+            return make(model, arguments, decayed=_override_of_decay())
         return _from_groups(groups, model or self.model, self.loss, arguments)
 
     def of_trainer(self, args: TrainingArguments) -> MarsFactory:
@@ -85,8 +94,8 @@ class MarsFactory:
         if different:
             name = different[0]
             raise ValueError(
-                f"mars_hf.factory was given other TrainingArguments than the Trainer ({name}={ours.get(name)!r} and "
-                f"{theirs.get(name)!r}); give both the same"
+                "mars_hf.factory was given other TrainingArguments than the Trainer "
+                f"({name}={shown(ours.get(name))} and {shown(theirs.get(name))}); give both the same"
             )
         return MarsFactory(args, self.settings, self.model)
 
@@ -120,7 +129,7 @@ def factory(args: TrainingArguments, **settings: Unpack[FactorySettings]) -> tup
     rates_by_name = getattr(args, "learning_rate_mapping", None)  # of sentence-transformers
     if rates_by_name:
         raise ValueError(
-            f"learning_rate_mapping={rates_by_name!r} does not reach mars_hf.factory; use "
+            f"learning_rate_mapping={shown(rates_by_name)} does not reach mars_hf.factory; use "
             "optim='mars_adamw' after mars_hf.register(), or mars_hf.with_mars(SentenceTransformerTrainer)"
         )
     if isinstance(settings.get("param_rules"), Iterator):
@@ -144,18 +153,22 @@ def resolve(settings: Mapping[str, Any], args: TrainingArguments) -> dict[str, A
     of_mars = split_beta_pairs(others)
     if args.optim_target_modules:
         raise ValueError(
-            f"optim_target_modules={args.optim_target_modules!r} is for GaLore, APOLLO and the like, and MARS has no "
-            "use for it; remove it, and choose parameters with param_rules"
+            f"optim_target_modules={shown(args.optim_target_modules)} is for GaLore, APOLLO and the like, and MARS has "
+            "no use for it; remove it, and choose parameters with param_rules"
         )
     in_arguments = _settings_in_arguments(args)
     for name, (key, value) in in_arguments.items():
         if key in of_mars and float(of_mars[key]) != value:
             default = ", its default" if value == _default(type(args), name) else ""
             raise ValueError(
-                f"{name}={value!r} in TrainingArguments{default}, and {key}={of_mars[key]!r} for MARS contradict each "
-                f"other; set {name}={of_mars[key]!r} in TrainingArguments alone"
+                f"{name}={shown(value)} in TrainingArguments{default}, and {key}={shown(of_mars[key])} for MARS "
+                f"contradict each other; set {name}={shown(of_mars[key])} in TrainingArguments alone"
             )
-    return join_beta_pairs(saved | dict(in_arguments.values()) | of_mars)
+    stated = dict(in_arguments.values()) | of_mars
+    arguments = without_unread(join_beta_pairs(saved | stated), join_beta_pairs(stated))
+    reject_unread_arguments(arguments)
+    check_decoupled_decay(arguments)
+    return arguments
 
 
 def _settings_in_arguments(args: TrainingArguments) -> dict[str, tuple[str, float]]:
@@ -169,7 +182,7 @@ def _settings_in_arguments(args: TrainingArguments) -> dict[str, tuple[str, floa
             settings[name] = key, value
     for name, (_, value) in settings.items():
         if isinstance(value, str):
-            raise ValueError(f"{name}={value!r} in TrainingArguments is not valid{hint_of_number(value)}")
+            raise ValueError(f"{name}={shown(value)} in TrainingArguments is not valid{hint_of_number(value)}")
     return settings
 
 
@@ -189,7 +202,9 @@ def split_beta_pairs(settings: Mapping[str, Any]) -> dict[str, Any]:
     halved = {name: value for name, value in settings.items() if name not in ("betas", "betas_1d")}
     for half, (pair, index) in PAIR_KEYS.items():
         if pair in settings and half in settings:
-            raise ValueError(f"{pair}={settings[pair]!r} and {half}={settings[half]!r} are both given; give one")
+            raise ValueError(
+                f"{pair}={shown(settings[pair])} and {half}={shown(settings[half])} are both given; give one"
+            )
         if pair in settings:
             halved[half] = settings[pair][index]
     return halved
@@ -221,7 +236,7 @@ def _from_groups(
     if loss is not None and loss is not model:
         rate = options.get("lr_embeddings")
         of_loss = param_groups(loss, mars_type=mars_type, lr_embeddings=rate, is_addition=True)
-    mars = create(split_by_model(groups, [*of_loss, *of_model]), **others)
+    mars = make(split_by_model(groups, [*of_loss, *of_model]), others)
     mars.created_with = {**expanded, **arguments}
     mars._follow_model(model)
     return mars
@@ -239,7 +254,30 @@ def register() -> None:
         if name not in [member.value for member in OptimizerNames]:
             _compat.add_enum_member(OptimizerNames, name)
         handlers[OptimizerNames(name)] = _handler
-    _compat.call_after(TrainingArguments, "__post_init__", _check_arguments)
+    _compat.replace_once(TrainingArguments, "__post_init__", _checking_arguments)
+
+
+def _checking_arguments(post_init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(post_init)
+    def check_and_init(self: TrainingArguments, *args: Any, **kwargs: Any) -> None:
+        _reject_near_name(self.optim)
+        post_init(self, *args, **kwargs)
+        _check_arguments(self)
+
+    return check_and_init
+
+
+def _reject_near_name(optim: Any) -> None:
+    """Raise ValueError for a name that is nearly one of ours: transformers would list its own 50."""
+    names = [str(member.value) for member in OptimizerNames]
+    if not isinstance(optim, str) or isinstance(optim, OptimizerNames) or optim in names:
+        return
+    text = optim.strip().lower().replace("-", "_")
+    close = difflib.get_close_matches(text, names, n=1, cutoff=0.75)
+    is_near = text.startswith("mars") or (close and close[0] in OPTIM_NAMES)
+    if is_near:
+        meant = f"did you mean {close[0]!r}? " if close else ""
+        raise ValueError(f"optim={shown(optim)} is no optimizer; {meant}MARS has {', '.join(OPTIM_NAMES)}")
 
 
 def _check_arguments(args: TrainingArguments) -> None:
@@ -259,6 +297,31 @@ def _handler(context: Any) -> tuple[MarsFactory, dict[str, Any]]:
     return made_by, {"lr": args.learning_rate}
 
 
+def _noting_maker(create_optimizer: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(create_optimizer)
+    def note_and_create(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+        token = _MAKER.set(self)
+        try:
+            return create_optimizer(self, *args, **kwargs)
+        finally:
+            _MAKER.reset(token)
+
+    return note_and_create
+
+
+_compat.replace_once(Trainer, "create_optimizer", _noting_maker)
+
+
+def _override_of_decay() -> Callable[[nn.Module], Iterable[str]] | None:
+    """Return the method by which the user of a Trainer says what decays; None where it is transformers' own."""
+    trainer: Any = _MAKER.get()
+    if trainer is None:
+        return None
+    method = trainer.get_decay_parameter_names
+    is_own = getattr(method, "__func__", None) is Trainer.get_decay_parameter_names
+    return None if is_own else method
+
+
 def _optim(args: TrainingArguments) -> str:
     return str(getattr(args.optim, "value", args.optim))
 
@@ -267,7 +330,7 @@ def settings_by_name(args: TrainingArguments, mars_kwargs: Mapping[str, Any]) ->
     """Return the settings in `optim_args` and `mars_kwargs`, checked, with the rule that `optim` names, if any."""
     from_text = parse_optim_args(args.optim_args)
     for name in from_text.keys() & mars_kwargs:
-        raise ValueError(f"{name}: given in optim_args={args.optim_args!r} and in mars_kwargs; give one")
+        raise ValueError(f"{name}: given in optim_args={shown(args.optim_args)} and in mars_kwargs; give one")
     settings = _checked({**from_text, **mars_kwargs})
     rule = OPTIM_NAMES.get(_optim(args))
     if rule is None:
@@ -275,7 +338,7 @@ def settings_by_name(args: TrainingArguments, mars_kwargs: Mapping[str, Any]) ->
     saved = {} if settings.get("like") is None else saved_settings.read(settings["like"])
     chosen = settings.get("mars_type", saved.get("mars_type", rule))
     if chosen != rule:
-        where = "mars_type" if "mars_type" in settings else f"the mars_type of like={str(settings['like'])!r},"
+        where = "mars_type" if "mars_type" in settings else f"the mars_type of like={shown(str(settings['like']))},"
         raise ValueError(
             f"optim={_optim(args)!r} and {where} {chosen!r} contradict each other; choose by optim alone: "
             f"{', '.join(OPTIM_NAMES)}"

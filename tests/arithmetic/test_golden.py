@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers import newton_schulz_in
 from reference import newton_schulz_of_mars, newton_schulz_of_mars_m
 from safetensors.torch import load_file
 
@@ -119,7 +120,8 @@ def test_mars_is_the_reference(rule, exact, shape, size):
     start, settings = gradient(shape, 100, 1.0), {"lr": 0.01, "betas": (0.9, 0.95), "weight_decay": 0.1}
     plain = MarsReference(start.clone(), rule, **settings)
     param = torch.nn.Parameter(start.clone())
-    mars = mars_hf.Mars([param], mars_type=rule, is_approx=not exact, fused=False, ns_dtype="float64", **settings)
+    wide = newton_schulz_in("float64", rule)
+    mars = mars_hf.Mars([param], mars_type=rule, is_approx=not exact, fused=False, **wide, **settings)
     for step in range(12):
         g, stale = gradient(shape, step, size), gradient(shape, 50 + step, size)
         if exact and step:

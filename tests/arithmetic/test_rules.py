@@ -30,3 +30,12 @@ def test_sums_on_devices_without_float64(monkeypatch, error):
         rules.sum_dtype.cache_clear()
         monkeypatch.undo()
     assert rules.sum_dtype(cpu) == torch.float64
+
+
+@pytest.mark.parametrize(("direction", "decays"), [(-1e-30, False), (1e-30, True), (0.0, True)])
+def test_cautious_decay_of_tiny_weights(direction, decays):
+    """Signs decide: a product of 1e-30 and -1e-30 is zero in float32."""
+    x = torch.full((3,), 1e-30)
+    rules.apply([x], [torch.full((3,), direction)], lr=0.1, weight_decay=5.0, cautious=True)
+    expected = 1e-30 * (0.5 if decays else 1.0) - 0.1 * direction
+    torch.testing.assert_close(x, torch.full((3,), expected), rtol=1e-6, atol=0)

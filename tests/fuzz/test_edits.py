@@ -39,8 +39,8 @@ RULES: dict[str, dict[str, Any]] = {
     "shampoo": {"mars_type": "mars-shampoo", **WIDE},
     "mars-m": {"mars_type": "mars-m", **WIDE},
     "recursive adamw": RECURSIVE,
-    "recursive lion": {"mars_type": "mars-lion", **RECURSIVE},
-    "recursive mars-m": {"mars_type": "mars-m", **WIDE, **RECURSIVE},
+    "recursive lion": {"mars_type": "mars-lion", "clip_threshold": None},
+    "recursive mars-m": {"mars_type": "mars-m", **WIDE, "clip_threshold": None},
 }
 SHAPES = ((4, 3), (3, 4), (4, 3), (5,), (5,), (), (2, 3, 4), (1, 7), (9, 2), (3, 2, 1, 2), (33,), (1, 1))
 EDGES = ((4095,), (4097,), (8193,), (1, 4097), (64, 65), (3, 37, 37), (1025, 4))  # of the kernels' blocks and rows

@@ -46,6 +46,19 @@ def split(tensor: torch.Tensor, layout: MatrixLayout) -> list[torch.Tensor]:
 
 # --- tensors ----------------------------------------------------------------------------------------------------------
 
+
+@pytest.mark.parametrize(("dimensions", "batched"), [(2, False), (3, True), (4, False), (5, False)])
+def test_default_layouts(dimensions, batched):
+    """A convolution is one matrix, (out, all others), and not a batch of slices."""
+    assert matrix_layouts.of_shape(range(2, 2 + dimensions)) == MatrixLayout(batched=batched)
+
+
+@pytest.mark.parametrize("parts", [(0, 4), (-1, 5), (2, 2.0), (), ("2", 2)])
+def test_parts_are_sizes(parts):
+    with pytest.raises(ValueError, match="parts are sizes > 0"):
+        matrix_layouts.to_plain(MatrixLayout(parts=parts))
+
+
 LAYOUTS = [
     ((6, 4), MatrixLayout(), [(6, 4)]),
     ((4, 6), MatrixLayout(transposed=True), [(6, 4)]),
@@ -258,6 +271,33 @@ def described(model: nn.Module) -> dict[str, str]:
 @pytest.mark.parametrize("row", ROWS)
 def test_roles_and_layouts(row):
     assert described(from_row(ROWS[row])) == ROWS[row]["parameters"]
+
+
+# --- routers ----------------------------------------------------------------------------------------------------------
+
+
+class ToyExperts(nn.Module):
+    """A stack of experts, told by the name of its class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight_in = nn.Parameter(torch.zeros(3, 4, 4))
+
+
+@pytest.mark.parametrize("name", ["gate", "gating", "wg"])
+@pytest.mark.parametrize("experts", [("experts", nn.ModuleList()), ("mlp", ToyExperts())], ids=["named", "class"])
+def test_gates_beside_experts_are_routers(name, experts):
+    """Experts are told by their name or by their class; a gate beside anything else is a matrix."""
+    block = nn.ModuleDict({name: nn.Linear(4, 3), experts[0]: experts[1]})
+    assert layouts_of(nn.ModuleDict({"block": block}))[f"block.{name}.weight"] == LeftOut("router")
+    alone = nn.ModuleDict({name: nn.Linear(4, 3), "other": nn.Linear(4, 4)})
+    assert layouts_of(nn.ModuleDict({"block": alone}))[f"block.{name}.weight"] == MatrixLayout()
+
+
+@pytest.mark.parametrize("name", ["router", "expert_router", "router_proj", "routers"])
+def test_modules_named_as_routers(name):
+    model = nn.ModuleDict({name: nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))})
+    assert set(layouts_of(model).values()) == {LeftOut("router")}
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ import mars_hf
 from mars_hf import Mars
 from mars_hf.arithmetic.update_rules import update_rule
 from mars_hf.groups import saved_settings
-from mars_hf.groups.heads import embeddings_and_heads
+from mars_hf.groups.heads import embeddings_and_heads, is_named_as_table
+from mars_hf.groups.param_groups import split_by_model
 from mars_hf.groups.settings import KEYS_1D, OVERRIDE_KEYS, check_values, read
 from mars_hf.groups.summary import trained_groups
 
@@ -226,6 +227,9 @@ SCORE, part = nn.Linear(4, 3), lambda **children: nn.ModuleDict(children)
          {"bbox_predictor.0.weight", "bbox_predictor.1.weight"}),
         (part(head=nn.MultiheadAttention(4, 2)), set()),
         (part(header=nn.Linear(4, 4), overhead=nn.Linear(4, 4), heading_proj=nn.Linear(4, 4)), set()),
+        (part(body=nn.Linear(4, 4), head_distill=nn.Linear(4, 3)), {"head_distill.weight"}),
+        (part(body=nn.Linear(4, 4), pred_linear=nn.Linear(4, 3)), {"pred_linear.weight"}),
+        (part(cls_classifier=nn.Linear(4, 3), body=nn.Linear(4, 4)), {"cls_classifier.weight"}),
         (part(body=SCORE, score=SCORE), {"body.weight"}),
         (classifier(lambda model: lambda: model["to_labels"]), {"to_labels.weight"}),
         (classifier(lambda model: lambda name: None), set()),  # of something else
@@ -246,6 +250,28 @@ def test_heads_by_their_vocabulary(several):
     tables = embeddings_and_heads(nn.ModuleList([model]) if several else model)
     heads = {name for name, param in model.named_parameters() if tables.get(param) == "head"}
     assert heads == {"further.weight", "further.bias", "transposed.weight", "transposed.bias"}
+
+
+@pytest.mark.parametrize("ids", [{"mask_token_id": 32}, {"bad_words_ids": [31, 32]}], ids=str)
+def test_numbers_of_tokens_are_no_sizes(ids):
+    """A token may have the number that is the size of the vocabulary, and the head is one all the same."""
+    model = gpt2(vocab_size=32)
+    for name, value in ids.items():
+        setattr(model.config, name, value)
+    model.further = nn.Linear(8, 32)
+    assert embeddings_and_heads(model).get(model.further.weight) == "head"
+
+
+def test_bags_of_embeddings():
+    model = part(bag=nn.EmbeddingBag(8, 4), body=nn.Linear(4, 4))
+    assert embeddings_and_heads(model) == {model["bag"].weight: "embedding"}
+    assert by_name(mars_hf.create(model, lr=1e-3, lr_embeddings=0.5), "lr")["bag.weight"] == 0.5
+
+
+@pytest.mark.parametrize("name", ["embed.weight", "model.tokEmbed.weight", "WTE.weight", "Embedding.weight", "h.wpe.w"])
+def test_names_of_tables(name):
+    """Of parameters without a model, whose warning names them."""
+    assert is_named_as_table(name) and not is_named_as_table("h.0.mlp.weight")
 
 
 # --- several models ---------------------------------------------------------------------------------------------------
@@ -353,9 +379,9 @@ def test_every_setting(name):
         },
         **{"ns_dtype": "float32", "state_dtype": "bfloat16", "rounding": "kahan", "maximize": True, "fused": False},
     }
-    mars_type = "mars-adamw" if name == "role" else "mars-m"
+    mars_type = "mars-adamw" if name in ("role", "eps", "amsgrad", "second_moment") else "mars-m"
     rule = {name: values[name]} | ({"ns_steps": 5} if name == "ns_coefficients" else {})
-    pattern = "*.bias" if name in KEYS_1D else "a.weight"
+    pattern = "*.bias" if name in (*KEYS_1D, "optimize_1d") else "a.weight"
     optimizer = mars_hf.create(small(), mars_type=mars_type, param_rules=[(pattern, rule)], lr=3e-3)
     key = name.removesuffix("_1d") if name in KEYS_1D else name
     assert all((group[key] == values[name]) == ("pattern" in group) for group in optimizer.param_groups)
@@ -493,3 +519,103 @@ def test_loaded_state():
     without.load_state_dict(with_rules.state_dict())
     settings = [(group.get("pattern"), group["gamma"], group["clip_threshold"]) for group in without.param_groups]
     assert set(settings) == {(None, 0.1, None)}
+
+
+# --- param_rules that do nothing, and rates as they are stated --------------------------------------------------------
+
+
+def test_an_empty_override():
+    """It may keep parameters from later patterns; otherwise it decides nothing."""
+    rules = [("*.bias", {}), ("a.*", {"lr": 1e-2})]
+    rates = by_name(mars_hf.create(small(), lr=1e-3, param_rules=rules), "lr")
+    assert (rates["a.bias"], rates["a.weight"]) == (5e-4, 1e-2)
+    for without_effect in ([("*.bias", {})], [("b.*", {}), ("a.*", {"lr": 1e-2})], [("a.*", {"lr": 1.0}), ("b.*", {})]):
+        with pytest.raises(ValueError, match=r"param_rules: '.*' states no setting, and keeps no parameter from a"):
+            mars_hf.create(small(), lr=1e-3, param_rules=without_effect)
+
+
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-lion", "mars-m", "muon"])
+def test_stated_rates_under_adamw_rates(mars_type):
+    """As they are, for matrices, vectors and embeddings: 2e-5 on wte trained at 1.57e-5 under mars-m."""
+    rules = [("wte.*", {"lr": 2e-5}), ("a.*", {"lr": 3e-5}), ("*.bias", {"lr": 4e-5, "lr_1d": 5e-5})]
+    made = mars_hf.create(small(), mars_type=mars_type, lr=2e-5, adamw_rates=True, param_rules=rules)
+    rates = by_name(made, "lr")
+    assert rates["wte.weight"] == 2e-5
+    assert rates["a.weight"] == rates["a.bias"] == 3e-5
+    assert rates["b.bias"] == rates["norm.bias"] == 5e-5
+    assert rates["norm.weight"] == 2e-5  # stated for nobody: AdamW's
+
+
+def test_stated_lr_1d_under_adamw_rates():
+    rates = by_name(mars_hf.create(small(), lr=2e-5, lr_1d=7e-5, adamw_rates=True), "lr")
+    assert {rates["a.bias"], rates["norm.weight"]} == {7e-5} and rates["a.weight"] != 2e-5
+
+
+def test_overrides_of_another_size_under_adamw_rates():
+    """A rate derived for mars-adamw is none for mars-lion."""
+    given = {"lr": 2e-5, "adamw_rates": True}
+    with pytest.raises(ValueError, match=r"param_rules 'a\.\*' have another size .* lr there: AdamW's times 0\.2"):
+        mars_hf.create(small(), param_rules=[("a.*", {"mars_type": "mars-lion"})], **given)
+    mars_hf.create(small(), param_rules=[("a.*", {"mars_type": "mars-lion", "lr": 5e-6})], **given)
+    mars_hf.create(small(), param_rules=[("a.*", {"weight_decay": 0.3, "gamma": 0.026})], **given)
+
+
+def test_adamw_rates_with_optimize_1d():
+    """Vectors take the rule of matrices, and its rate."""
+    made = mars_hf.create(small(), lr=2e-5, adamw_rates=True, optimize_1d=True)
+    assert len(set(by_name(made, "lr").values())) == 1
+
+
+# --- groups that cannot be --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("groups", "message"),
+    [
+        ([{"lr": 1}], r"parameter group.* has no 'params', only \['lr'\]: give it the tensors"),
+        ([{}], r"has no 'params', only \[\]"),
+        ([{"params": None}], "params is a NoneType; give a list of tensors"),
+        ([{"params": nn.Linear(2, 2)}], r"params is a Linear; give a list of tensors, such as list\(model\.parameters"),
+        ([{"params": nn.Linear(2, 2).parameters}], "params is a method; give a list"),
+        ([{"params": "weight"}], "params is a str; give a list"),
+    ],
+    ids=str,
+)
+def test_groups_without_parameters(groups, message):
+    for make in (
+        mars_hf.Mars,
+        lambda groups: mars_hf.create(groups, lr=1e-3),
+        lambda groups: split_by_model(groups, []),
+    ):
+        with pytest.raises((ValueError, TypeError), match=message):
+            make([dict(group) for group in groups])
+
+
+def test_parameters_in_a_list_of_torch():
+    group = {"params": nn.ParameterList([nn.Parameter(torch.ones(2, 2))])}
+    assert len(mars_hf.Mars([group]).param_groups) == 1
+
+
+LONG = "x" * 100_000
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        LONG,
+        [LONG],
+        [(LONG, {"lr": 1.0})],
+        [(LONG, 1.0)],
+        [(LONG, {"lr": -1.0})],
+        [("a.*", {LONG: 1.0})],
+        [("a.*", {"mars_type": LONG})],
+        [(LONG, {"lr": 1.0}), (LONG, {"lr": 1.0})],
+        [{"pattern": [LONG], "lr": 1.0}],
+        {LONG: 1.0},
+    ],
+    ids=range(10),
+)
+def test_long_overrides(rules):
+    with pytest.raises(ValueError, match="param_rules") as refused:
+        mars_hf.create(small(), lr=1e-3, param_rules=rules)
+    assert len(str(refused.value)) < 1000 and "\n" not in str(refused.value)

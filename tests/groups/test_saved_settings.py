@@ -151,3 +151,20 @@ def test_no_settings(tmp_path):
     assert "the folder has no mars.json, which Trainer leaves" in refusal(tmp_path)
     assert "no such folder, and the Hub does not give" in refusal(tmp_path / "nowhere")
     assert "the Hub does not give its mars.json (LocalEntryNotFoundError" in refusal("nobody/nothing")
+
+
+@pytest.mark.parametrize("name", ["/nowhere", "./run", "~/no/run", "a/b/c", "x" * 5000, "~nobody_here/run", "a\0b"])
+def test_names_of_no_folder_and_no_repository(name):
+    """In our own words: the Hub's would explain the names of its repositories."""
+    line = refusal(name)
+    assert "no such folder" in line and "Repo id" not in line and len(line) < 400
+
+
+def test_near_names_of_folders(tmp_path):
+    (tmp_path / "run-large").mkdir()
+    assert f"did you mean {str(tmp_path / 'run-large')!r}?" in refusal(tmp_path / "run-larg")
+
+
+def test_a_setting_twice_in_mars_json(tmp_path):
+    (tmp_path / "mars.json").write_text('{"create": {"lr": 0.1, "lr": 0.2}}')
+    assert "found lr twice; write it once" in refusal(tmp_path)

@@ -12,6 +12,7 @@ from torch import nn
 import mars_hf
 from mars_hf import Mars
 from mars_hf.arithmetic.matrix_layouts import MatrixLayout
+from mars_hf.groups import plain_yaml
 from mars_hf.groups.setting_types import CreateSettings, FactorySettings
 from mars_hf.groups.settings import (
     DEFAULTS,
@@ -24,6 +25,7 @@ from mars_hf.groups.settings import (
     UnknownHyperparameterError,
     check_values,
     parse_optim_args,
+    read,
     text_of_optim_args,
 )
 
@@ -327,3 +329,33 @@ def test_create_requires_a_rate():
     groups = ({"params": param, **rate} for param in model.parameters())
     assert {group["lr"] for group in mars_hf.create(groups).param_groups} == {1e-3, 5e-4}
     assert Mars(model.parameters()).defaults["lr"] == 3e-3  # the official code's
+
+
+# --- keys that come twice ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["rules.yaml", "rules.json"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        '[{"pattern": "a.*", "lr": 1e-3, "lr": 2e-3}]',
+        '[["a.*", {"lr": 1e-3, "lr": 2e-3}]]',
+        '[["a.*", {"lr": 1e-3, "lr": 1e-3}]]',
+    ],
+)
+def test_a_key_twice_in_param_rules(content, name, tmp_path):
+    """The last one won in silence."""
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    with pytest.raises(ValueError, match="found lr twice; write it once"):
+        parse_optim_args(f"param_rules={tmp_path / name}")
+    with pytest.raises(ValueError, match="found lr twice; write it once"):
+        read("param_rules", content)
+
+
+def test_a_key_twice_in_yaml():
+    with pytest.raises(ValueError, match=r"found lr twice; write it once.*line 3"):
+        plain_yaml.read("a: 1\nlr: 1e-3\nlr: 2e-3\n")
+    with pytest.raises(ValueError, match="found b twice"):
+        plain_yaml.read("a: {b: 1, c: [{b: 1}], b: 2}")
+    assert plain_yaml.read("[{lr: 1}, {lr: 2}]") == [{"lr": 1}, {"lr": 2}]
+    assert plain_yaml.read("{<<: {lr: 1, eps: 2}, lr: 3}") == {"lr": 3, "eps": 2}

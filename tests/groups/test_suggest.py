@@ -117,6 +117,16 @@ def test_adamw_rates_at_every_door(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "settings",
+    [{"gamma": 1e200}, {"gamma": 1e200, "second_moment": "gradient"}, {"betas": (1 - 2**-53, 0.9)}],
+    ids=str,
+)
+def test_adamw_rates_of_no_size(settings):
+    with pytest.raises(ValueError, match="adamw_rates=True: no rate of mars-adamw follows from AdamW's at gamma="):
+        mars_hf.create(matrices(), lr=1e-3, adamw_rates=True, **settings)
+
+
+@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({}, "adamw_rates=True: give AdamW's learning rate as lr"),
@@ -196,6 +206,24 @@ def test_suggest_one_rule(capsys):
     assert "\nmars-m\n" in text and "mars-shampoo" not in text
 
 
+def test_stated_betas_are_printed_with_their_digits(capsys):
+    """Both pairs, with three digits of 1 - beta: 0.9995 is not 1, and not the default of betas_1d."""
+    text = printed(capsys, "--adamw-betas", "0.9", "0.9995", "--rule", "mars-adamw")
+    assert "beta1=0.9,beta1_1d=0.9,beta2=0.9995,beta2_1d=0.9995" in text
+    assert "betas=(0.9, 0.9995), betas_1d=(0.9, 0.9995)" in " ".join(text.split())
+
+
+def test_stated_name_of_muon_in_the_printed_line(capsys, tmp_path):
+    """A later transformers may have a muon of its own."""
+    text = printed(capsys, "--rule", "muon")
+    line = text[text.index("--optim ") :].splitlines()[0]
+    assert line.split()[:2] == ["--optim", "mars_muon"]
+    mars_hf.register()
+    args = TrainingArguments(tmp_path, use_cpu=True, optim=line.split()[1])
+    make, _ = Trainer.get_optimizer_cls_and_kwargs(args, torch.nn.Linear(2, 2))
+    assert make()(torch.nn.Linear(2, 2)).created_with["mars_type"] == "muon"
+
+
 @pytest.mark.parametrize("rule", [*MARS_TYPES, "muon"])
 @pytest.mark.parametrize("betas", ["0.9 0.95", "0.9 0.999", "0.95 0.99", None])
 def test_suggest_command_and_call(rule, betas, capsys, tmp_path):
@@ -238,6 +266,12 @@ def test_settings_of_finetuning(capsys):
         ("--adamw-lr 1e-3 --adamw-weight-decay -1", "weight_decay=-1.0 is not valid"),
         ("--adamw-lr 1e-3 --width 0", "--adamw-lr and --width are numbers > 0"),
         ("--adamw-lr 1e-3 --width wide", "invalid int value: 'wide'"),
+        ("--adamw-lr 1e-3 --width " + 400 * "9", "... is no width of a model; give at most 1000000"),
+        ("--adamw-lr 1e-323", "--adamw-lr 9.88131e-324 is no learning rate"),
+        ("--adamw-lr 1e300", "--adamw-lr 1e+300 is no learning rate"),
+        ("--adamw-lr 1e-3 --adamw-betas 0.9999999999999999 0.9", "--adamw-betas 0.9999999999999999 is too near to 1"),
+        ("--adamw-lr 1e-3 --adamw-betas 0.9 0.9999999999999999", "--adamw-betas 0.9999999999999999 is too near to 1"),
+        ("--adamw-lr 1e-3 --adamw-weight-decay 1e308", "--adamw-weight-decay 1e+308 is no decay"),
         ("--adamw-lr 1e-3 --rule mars-shampoo", "depends on the width of the model; give --width"),
         ("--adamw-lr 1e-3 --rule adamw", "invalid choice: 'adamw'"),
     ],

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 from contract import BACKENDS, every_kernel
-from helpers import backend_names
+from helpers import backend_names, newton_schulz_in
 from torch import nn
 
 from mars_hf import Mars, selfcheck
@@ -110,10 +110,10 @@ def test_what_is_checked(backend, device, kernels, mars_type, rule, monkeypatch)
     """The dtypes of a list's tensors; of mars-m the momenta that Newton-Schulz takes, not the parameters."""
     seen = []
     monkeypatch.setattr(backends, "compare_with_plain", lambda _, device, *args: seen.append(args) or "")
-    train(device, mars_type=mars_type, state_dtype="bfloat16", ns_dtype="bfloat16", second_moment="gradient")
+    train(device, mars_type=mars_type, state_dtype="bfloat16", **newton_schulz_in("bfloat16", mars_type))
     written = torch.bfloat16 if mars_type == "mars-m" else torch.float32
     dtypes = ("params", written), ("grads", torch.float32), ("exp_avg", torch.bfloat16), ("last_grad", torch.bfloat16)
-    assert seen[0] == (dtypes, rule, "gradient")
+    assert seen[0] == (dtypes, rule, "corrected")
 
 
 @every_kernel

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import math
+import pickle
 from typing import Any
 
 import pytest
 import torch
-from helpers import equal, fused_and_plain, needs_compiler, on_a_gpu
+from helpers import equal, fused_and_plain, needs_compiler, newton_schulz_in, on_a_gpu
 from reference import Reference
 from torch import Tensor, nn
 
@@ -150,7 +152,7 @@ def test_step_is_the_formula(configuration, fused, implementation, dtype):
         dtype, ORDINARY if implementation in ("for-loop", "fused") else SHAPES, device_of(implementation)
     )
     lines = references(params, **settings)
-    optimizer = Mars(params, **settings, **fused, ns_dtype="float64")
+    optimizer = Mars(params, **settings, **fused, **newton_schulz_in("float64", settings.get("mars_type")))
     half = 0.0 if dtype == torch.float64 else torch.finfo(dtype).eps / 2
     relative = TOLERANCES[dtype]
     names = {"exp_avg": "m", "exp_avg_sq": "v", "max_exp_avg_sq": "v_max", "last_grad": "last", "row_avg_sq": "rows"}
@@ -233,7 +235,7 @@ def test_decoupled_decay_follows_the_schedule(mars_type, make_scheduler):
     settings = {"weight_decay": 0.1, "weight_decay_mode": "decoupled", "mars_type": mars_type}
     (param,) = parameters(torch.float64, [(7, 5)])
     (line,) = references([param], lr=0.02, **settings)
-    mars = Mars([param], lr=0.02, ns_dtype="float64", **settings)
+    mars = Mars([param], lr=0.02, **newton_schulz_in("float64", mars_type), **settings)
     scheduler = make_scheduler(mars)
     for step in range(4):
         (param.grad,) = gradients([param], step)
@@ -245,16 +247,91 @@ def test_decoupled_decay_follows_the_schedule(mars_type, make_scheduler):
         torch.testing.assert_close(param.detach(), line.x, rtol=1e-10, atol=1e-12)
 
 
-def test_decoupled_decay_without_a_scheduler():
-    """A rate that a loop writes into the group leaves the decay as it is; a rate of 0 moves nothing."""
-    (param,) = parameters(torch.float64, [(7, 5)])
-    mars = Mars([param], weight_decay=0.1, weight_decay_mode="decoupled")
-    for lr, factor in ((1e-9, 0.9), (0.5e-9, 0.9), (0.0, 1.0)):
-        before = param.detach().clone()
-        mars.param_groups[0]["lr"] = lr
-        (param.grad,) = gradients([param], 0)
+def decays(mars: Mars, param: nn.Parameter, schedule: Any, steps: int) -> list[float]:
+    """Return which part of a weight each step takes, under gradients that move nothing else."""
+    taken = []
+    for _ in range(steps):
+        before = float(param.detach().mean())
+        param.grad = torch.zeros_like(param)
         mars.step()
-        torch.testing.assert_close(param.detach(), factor * before, rtol=0, atol=1e-7)
+        taken.append(1 - float(param.detach().mean()) / before)
+        schedule()
+    return taken
+
+
+def by_hand(rates: list[float]) -> Any:
+    """Return a schedule that writes the next rate into the group, as a loop of one's own does."""
+
+    def make(mars: Mars) -> Any:
+        left = iter([*rates[1:], 0.0])
+        mars.param_groups[0]["lr"] = rates[0]
+        return lambda: mars.param_groups[0].update(lr=next(left))
+
+    return make
+
+
+def scheduled(make: Any) -> Any:
+    return lambda mars: make(mars).step
+
+
+def on_a_plateau(mars: Mars) -> Any:
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(mars, factor=0.5, patience=0)
+    return lambda: plateau.step(1.0)  # never better: the rate is halved at each step but the first
+
+
+def cyclic(mars: Mars) -> Any:
+    return torch.optim.lr_scheduler.CyclicLR(mars, 2e-4, 2e-2, step_size_up=2, cycle_momentum=False)
+
+
+@pytest.mark.parametrize(
+    ("lr", "make", "factors"),
+    [
+        (1e-2, by_hand([1e-3, 1e-2, 5e-3, 0.0]), [0.1, 1.0, 0.5, 0.0]),
+        (1e-3, by_hand([1e-3, 1e-2, 5e-3, 0.0]), [1.0, 1.0, 0.5, 0.0]),  # 1e-2 is unknown at first: never too much
+        (0.0, by_hand([0.0, 1e-2, 5e-3]), [0.0, 1.0, 0.5]),
+        (1e-2, on_a_plateau, [1.0, 1.0, 0.5, 0.25]),
+        (2e-2, scheduled(cyclic), [0.01, 0.505, 1.0, 0.505]),  # 2e-4, 1.01e-2, 2e-2 of 2e-2
+        (3e-3, scheduled(cyclic), [0.0002 / 0.003, 1.0, 1.0, 0.505]),
+        (0.5, scheduled(one_cycle), [0.04, None, None, None]),  # max_lr, not the rate that it replaces
+    ],
+    ids=["by hand", "by hand, above", "by hand, from 0", "plateau", "cyclic", "cyclic, above", "one cycle"],
+)
+def test_decoupled_decay_by_the_peak_of_the_schedule(lr, make, factors):
+    """No step takes more than is stated, whoever writes the rates and whatever they leave in the group."""
+    param = nn.Parameter(torch.ones(3, 3, dtype=torch.float64))
+    mars = Mars([param], lr=lr, weight_decay=1e-3, weight_decay_mode="decoupled", betas=(0.0, 0.0))
+    taken = decays(mars, param, make(mars), len(factors))
+    for part, factor in zip(taken, factors, strict=True):
+        assert factor is None or part == pytest.approx(1e-3 * factor, rel=1e-6)
+        assert part <= 1e-3 * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("mode", ["saved", "pickled"])
+def test_the_peak_of_a_schedule_is_resumed(mode):
+    """A run that goes on in the middle of a cycle decays to the bit as one that was not interrupted."""
+    runs = []
+    for interrupted in (False, True):
+        param = nn.Parameter(torch.ones(3, 3, dtype=torch.float64))
+        mars = Mars([param], lr=1e-4, weight_decay=1e-3, weight_decay_mode="decoupled")
+        schedule = cyclic(mars)
+        for step in range(6):
+            if interrupted and step == 4:  # past the first peak
+                states = copy.deepcopy((mars.state_dict(), schedule.state_dict()))
+                if mode == "saved":
+                    mars = Mars([param], lr=1e-4, weight_decay=1e-3, weight_decay_mode="decoupled")
+                    schedule = cyclic(mars)
+                    mars.load_state_dict(states[0])
+                else:
+                    mars = pickle.loads(pickle.dumps(mars))
+                    (param,) = mars.param_groups[0]["params"]
+                    schedule = cyclic(mars)
+                    mars.param_groups[0]["lr"] = states[0]["param_groups"][0]["lr"]
+                schedule.load_state_dict(states[1])
+            (param.grad,) = gradients([param], step)
+            mars.step()
+            schedule.step()
+        runs.append(param.detach().clone())
+    assert torch.equal(*runs)
 
 
 @pytest.mark.parametrize("name", ["lr", "betas", "weight_decay", "gamma", "clip_threshold", "eps", "maximize"])
@@ -381,7 +458,8 @@ def test_autocast_and_metrics_change_no_bit(fused, mars_type, settings, rounding
     for enabled in (False, True):
         dtype = torch.bfloat16 if rounding != "nearest" else torch.float32
         params = parameters(dtype, (*SHAPES, (7, 5)))  # two of one shape share a list
-        optimizer = Mars(params, mars_type=mars_type, rounding=rounding, ns_dtype="float32", fused=fused, **settings)
+        settings = {**settings, **newton_schulz_in("float32", mars_type)}
+        optimizer = Mars(params, mars_type=mars_type, rounding=rounding, fused=fused, **settings)
         for step in range(3):
             optimizer.collect_metrics(enabled and step != 1)
             for param, gradient in zip(params, gradients(params, step), strict=True):

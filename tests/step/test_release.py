@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import arguments, equal, gpt2, mars_trainer, trainer
+from helpers import arguments, equal, gpt2, mars_trainer, newton_schulz_in, trainer
 from torch import nn
 
 import mars_hf
@@ -29,9 +29,9 @@ def backward(model: Any, seed: int = 0) -> None:
 @pytest.mark.parametrize("rule", ["mars-adamw", "mars-lion", "mars-shampoo", "mars-m", "muon"])
 def test_equals_ordinary_steps(rule):
     """With a schedule, metrics, a resume in the middle, a frozen parameter and a tied one."""
-    runs = []
+    runs: list[Any] = []
     for releases in (False, True):
-        model, mars = make(rule, release_gradients=releases, ns_dtype="float32")
+        model, mars = make(rule, release_gradients=releases, **newton_schulz_in("float32", rule))
         schedule = torch.optim.lr_scheduler.LambdaLR(mars, lambda step: 1 / (1 + step))
         for step in range(4):
             if step == 2:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import fused_and_plain
+from helpers import fused_and_plain, newton_schulz_in
 from test_formulas import references
 from torch import Tensor, nn
 
@@ -46,7 +46,13 @@ def step(optimizer: Mars, *gradients: Tensor | None) -> None:
 def test_forty_idle_steps(mars_type, settings, fused):
     """After ten real ones: weights stay where they are but for decay, states decay; mars-adamw's steps fade."""
     params = made((24, 16), (3, 8, 16), dtype=torch.float64)
-    settings = {"lr": 0.01, "weight_decay": 0.1, "mars_type": mars_type, "ns_dtype": "float64", **settings}
+    settings = {
+        "lr": 0.01,
+        "weight_decay": 0.1,
+        "mars_type": mars_type,
+        **newton_schulz_in("float64", mars_type),
+        **settings,
+    }
     optimizer = Mars(params, fused=fused, **settings)
     lines = references(params, **{key: value for key, value in settings.items() if key != "max_grad_norm"})
     for number in range(50):
@@ -70,8 +76,7 @@ def test_an_expert_without_tokens(mars_type):
     """In a stack it rests from its first idle step on, as in a ModuleList; the others train as there."""
     stack, modules = draw(4, 12, 8), [nn.Parameter(part.clone()) for part in draw(4, 12, 8)]
     stack = nn.Parameter(stack)
-    settings = {"mars_type": mars_type, "lr": 0.01, "clip_threshold": None, "ns_dtype": "float32"}
-    settings = {key: value for key, value in settings.items() if mars_type != "mars-lion" or key != "ns_dtype"}
+    settings = {"mars_type": mars_type, "lr": 0.01, "clip_threshold": None, **newton_schulz_in("float32", mars_type)}
     groups = [[{"params": params, "role": "matrix"}] for params in ([stack], modules)]
     together, apart = (create(group, **settings) for group in groups)
     for number in range(210):
@@ -92,7 +97,7 @@ def test_an_expert_without_tokens(mars_type):
 def test_a_row_of_zeros_is_no_case(mars_type):
     """An embedding's unused token moves with its momentum, as does a tensor with any gradient at all."""
     params = made((6, 4), (6, 4))
-    optimizer = Mars(params, lr=0.01, mars_type=mars_type, ns_dtype="float32")
+    optimizer = Mars(params, lr=0.01, mars_type=mars_type, **newton_schulz_in("float32", mars_type))
     step(optimizer, draw(6, 4), draw(6, 4))
     before = [param.detach().clone() for param in params]
     with_a_row, tiny = torch.zeros(6, 4), torch.zeros(6, 4)
@@ -110,7 +115,13 @@ def test_nan_is_not_zero(mars_type, fused):
     nan[5, 3] = torch.nan
     for max_grad_norm in (None, 1.0):
         params = made((6, 4), (6, 4))
-        optimizer = Mars(params, mars_type=mars_type, ns_dtype="float32", fused=fused, max_grad_norm=max_grad_norm)
+        optimizer = Mars(
+            params,
+            mars_type=mars_type,
+            **newton_schulz_in("float32", mars_type),
+            fused=fused,
+            max_grad_norm=max_grad_norm,
+        )
         step(optimizer, draw(6, 4), draw(6, 4))
         step(optimizer, zeros, nan)
         assert params[1].isnan().any()
@@ -121,7 +132,7 @@ def test_nan_is_not_zero(mars_type, fused):
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic", "kahan"])
 def test_rest_of_rounded_weights(mars_type, rounding):
     params = made((6, 4), (3, 5, 4), dtype=torch.bfloat16)
-    optimizer = Mars(params, lr=0.03, mars_type=mars_type, ns_dtype="float32", rounding=rounding)
+    optimizer = Mars(params, lr=0.03, mars_type=mars_type, **newton_schulz_in("float32", mars_type), rounding=rounding)
     step(optimizer, draw(6, 4), draw(3, 5, 4))
     before = [param.detach().clone() for param in params]
     for _ in range(3):
@@ -136,7 +147,7 @@ def test_rest_of_rounded_weights(mars_type, rounding):
 def test_rest_in_the_exact_form(mars_type):
     """The gradient decides, whatever the stale one is."""
     (param,) = params = made((6, 4))
-    optimizer = Mars(params, mars_type=mars_type, ns_dtype="float32", is_approx=False)
+    optimizer = Mars(params, mars_type=mars_type, **newton_schulz_in("float32", mars_type), is_approx=False)
     step(optimizer, draw(6, 4))
     before = param.detach().clone()
     param.grad = draw(6, 4, seed=1)

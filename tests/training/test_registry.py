@@ -356,7 +356,108 @@ def test_rates_by_name_of_sentence_transformers(tmp_path):
         mars_hf.factory(args)
 
 
+# --- what decays ------------------------------------------------------------------------------------------------------
+
+
+class Deciding(Trainer):
+    """Let every bias decay, and neither the embedding of positions nor the first block."""
+
+    def get_decay_parameter_names(self, model):
+        names = super().get_decay_parameter_names(model)
+        names += [name for name, _ in model.named_parameters() if name.endswith(".bias")]
+        return [name for name in names if ".h.0." not in name and "wpe" not in name]
+
+
+def decays(mars: mars_hf.Mars) -> dict[str, float]:
+    return {name: group["weight_decay"] for group in mars.param_groups for name in group["param_names"]}
+
+
+def deciding_run(door: str, folder: Any, **settings: Any) -> Trainer:
+    """Return a run of `Deciding`, or with everything of MarsTrainer, that makes its own Mars."""
+    rule = settings.pop("rule", "mars-adamw")
+    names = {"optim": rule.replace("-", "_")} if door in ("optim", "with_mars") else {}
+    text = ",".join(f"{name}={value}" for name, value in settings.items())
+    args = arguments(folder, weight_decay=0.1, **names, **({"optim_args": text} if door == "optim" else {}))
+    kind = Deciding if door in ("optim", "factory") else mars_hf.with_mars(Deciding)
+    others: dict[str, Any] = {}
+    if door == "factory":
+        others["optimizer_cls_and_kwargs"] = mars_hf.factory(args, mars_type=rule, **settings)
+    elif door == "with_mars":
+        others["mars_kwargs"] = settings
+    return kind(gpt2(), args, train_dataset=Blocks(), data_collator=default_data_collator, **others)
+
+
+@pytest.mark.parametrize("rule", ["mars-adamw", "mars-m"])
+@pytest.mark.parametrize("door", ["optim", "factory", "with_mars"])
+def test_a_trainer_that_says_what_decays(door, rule, tmp_path):
+    """transformers' documented method, which AdamW follows to the parameter."""
+    run = deciding_run(door, tmp_path, rule=rule)
+    mars = made_by(run)
+    plain = Deciding(gpt2(), arguments(tmp_path, optim="adamw_torch", weight_decay=0.1))
+    adamw = plain.create_optimizer()
+    names = {param: name for name, param in plain.model.named_parameters()}
+    expected = {names[param]: group["weight_decay"] for group in adamw.param_groups for param in group["params"]}
+    assert decays(mars) == expected
+    assert expected["transformer.h.1.attn.c_attn.bias"] == 0.1 and expected["transformer.wpe.weight"] == 0.0
+
+
+def test_layers_added_later_decay_as_the_trainer_says(tmp_path):
+    run = deciding_run("optim", tmp_path)
+    late = run.model.transformer.h[1].mlp.c_fc
+    late.requires_grad_(False)
+    mars = made_by(run)
+    late.requires_grad_(True)
+    mars.add_param_group({"params": [late.weight, late.bias]})
+    assert [group["weight_decay"] for group in mars.param_groups[-2:]] == [0.1, 0.1]
+    assert {group["role"] for group in mars.param_groups[-2:]} == {"matrix", "vector"}
+
+
+def test_decays_beside_those_of_the_trainer(tmp_path):
+    """How much is ours to state, and `param_rules` name parameters themselves."""
+    rules = [("*.h.0.mlp.*", {"weight_decay": 0.3})]
+    found = decays(made_by(deciding_run("factory", tmp_path, weight_decay_1d=0.2, param_rules=rules)))
+    assert found["transformer.h.1.attn.c_attn.bias"] == 0.2 and found["transformer.h.1.attn.c_attn.weight"] == 0.1
+    assert found["transformer.h.0.mlp.c_fc.weight"] == 0.3 and found["transformer.h.0.attn.c_attn.weight"] == 0.0
+
+
+class WithoutVectors(Trainer):
+    def get_decay_parameter_names(self, model):
+        return [name for name, param in model.named_parameters() if param.ndim == 2]
+
+
+def test_decay_of_vectors_that_no_name_takes(tmp_path):
+    args = arguments(tmp_path, optim="mars_adamw", weight_decay=0.1, optim_args="weight_decay_1d=0.2")
+    run = WithoutVectors(gpt2(), args)
+    with pytest.raises(ValueError, match=r"weight_decay_1d=0\.2, and WithoutVectors\.get_decay_parameter_names names"):
+        run.create_optimizer()
+
+
+def test_a_trainer_that_says_nothing_of_decays(tmp_path):
+    """Our own rule stands: norms of any class, and what `create` does."""
+    found = decays(made_by(trainer(arguments(tmp_path, optim="mars_adamw", weight_decay=0.1))))
+    assert found == decays(mars_hf.create(gpt2(), lr=1e-3, weight_decay=0.1))
+
+
 # --- names -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mars_adam", "mars-adamw", "MARS_M", "mars", "mars_sgd", "marsadamw", "mars_muom"])
+def test_names_that_are_nearly_ours(name, tmp_path):
+    """transformers would list its own 50."""
+    with pytest.raises(
+        ValueError, match=rf"^optim='{name}' is no optimizer; .*MARS has mars_adamw, mars_lion"
+    ) as refused:
+        arguments(tmp_path, optim=name)
+    line = str(refused.value)
+    assert len(line) < 200 and "adafactor" not in line
+    if name == "mars_adam":
+        assert "did you mean 'mars_adamw'?" in line
+
+
+def test_other_wrong_names_are_not_ours(tmp_path):
+    with pytest.raises(ValueError, match="is not a valid OptimizerNames"):
+        arguments(tmp_path, optim="adamw_tortch")
+    assert arguments(tmp_path, optim="adamw_torch").optim == OptimizerNames.ADAMW_TORCH
 
 
 def test_name_of_a_rule(tmp_path):

@@ -14,9 +14,9 @@ import torch
 from transformers import HfArgumentParser, TrainingArguments, get_scheduler
 from transformers.activations import ACT2FN
 
-from mars_hf.arithmetic.update_rules import UPDATE_RULES
 from mars_hf.groups import plain_yaml
-from mars_hf.groups.settings import MARS_TYPES, ORTHOGONAL_KEYS, PAIR_KEYS, SETTINGS
+from mars_hf.groups.effects import may_read
+from mars_hf.groups.settings import MARS_TYPES, PAIR_KEYS, SETTINGS
 from pretraining.run import checks
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -97,12 +97,18 @@ else:
     OptimizerArguments.__doc__ = _Optimizer.__doc__
 
 _MARS = (*(name for name, _, _ in _mars_fields()), "gamma_schedule")
-_ELEMENTWISE = tuple(name for name in _MARS if name not in ORTHOGONAL_KEYS)
+
+
+def _read_under(rule: str) -> tuple[str, ...]:
+    """Return the settings that some parameters read under a rule."""
+    return tuple(name for name in _MARS if name not in SETTINGS or may_read(rule, name))
+
+
 _ADAM = ("beta1", "beta2", "eps", "param_rules", "lr_embeddings")
 _MUON = ("beta1", "lr_1d", "beta1_1d", "beta2_1d", "weight_decay_1d", "eps", "ns_steps", "param_rules", "lr_embeddings")
 # Optimizer to the settings that it has.
 OPTIMIZERS: dict[str, tuple[str, ...]] = {
-    **{name.replace("-", "_"): _MARS if UPDATE_RULES[name].orthogonalizes else _ELEMENTWISE for name in MARS_TYPES},
+    **{rule.replace("-", "_"): _read_under(rule) for rule in MARS_TYPES},
     "mars_muon": _MARS,
     "adamw": _ADAM,
     "nadamw": _ADAM,
