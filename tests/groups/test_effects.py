@@ -152,7 +152,7 @@ def test_vectors_read_what_their_rule_does(caplog):
     mars_hf.Mars([matrix(), vector()], mars_type="mars-shampoo", optimize_1d=True, second_moment="gradient")
     with pytest.raises(ValueError, match="amsgrad=True would be ignored"):
         mars_hf.Mars([matrix(), vector()], mars_type="mars-lion", optimize_1d=True, amsgrad=True)
-    assert not caplog.records
+    assert "would be ignored" not in caplog.text
 
 
 @pytest.mark.parametrize("given", [{"lr_1d": 1e-4}, {"betas_1d": (0.8, 0.9)}, {"weight_decay_1d": 0.1}], ids=str)
