@@ -359,8 +359,10 @@ class Mars(torch.optim.Optimizer):
             part["params"] = [(f"added_{first + index}", entry) for index, entry in enumerate(entries)]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a pickled optimizer."""
+        """Restore a pickled optimizer, of an earlier version too: settings that it lacks take their defaults."""
         super().__setstate__(state)
+        self.param_groups = states.with_all_settings(self.param_groups)
+        self.defaults = {**DEFAULTS, **self.defaults}
         self._is_made = True
         self._advice = Advice()
         if "_ranks" not in vars(self):  # it is there if torch loads a state
@@ -386,9 +388,11 @@ class Mars(torch.optim.Optimizer):
         kept_settings = [{key: group[key] for key in kept if key in group} for group in self.param_groups]
         loaded: dict[str, Any] = {}
 
-        def check_loaded(_: Any, state_dict: dict[str, Any]) -> None:
+        def check_loaded(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+            state_dict = {**state_dict, "param_groups": states.with_all_settings(state_dict["param_groups"])}
             states.check_loaded(state_dict, self.param_groups)
             loaded.update(state_dict)
+            return state_dict
 
         def keep(_: Any) -> None:
             for group, settings in zip(self.param_groups, kept_settings, strict=True):

@@ -207,7 +207,8 @@ SETTINGS: Mapping[str, Setting] = {setting.name: setting for setting in _TABLE}
 DEFAULTS: Mapping[str, Any] = _defaults_of("group", "1d")
 MODEL_DEFAULTS: Mapping[str, Any] = _defaults_of("model")
 KEYS_1D = tuple(_defaults_of("1d"))
-GROUP_KEYS = (*_defaults_of("group"), "layout")  # a layout is no keyword: groups alone have one
+GROUP_DEFAULTS: Mapping[str, Any] = {**_defaults_of("group"), "layout": None}  # no keyword: groups alone have a layout
+GROUP_KEYS = tuple(GROUP_DEFAULTS)
 # What an override of `param_rules` may state: not the norm of all gradients.
 OVERRIDE_KEYS = ("role", *(name for name in (*GROUP_KEYS, *KEYS_1D) if name != "max_grad_norm"))
 # What each step checks in groups that may have been edited: not the numbers, which schedulers write.
