@@ -36,6 +36,7 @@ from mars_hf.groups.settings import (
     check_arguments,
     check_values,
     expand,
+    loaded_state_dtype,
     reject_unknown,
     shown,
     without_torch_keywords,
@@ -396,8 +397,7 @@ class Mars(torch.optim.Optimizer):
 
         def keep(_: Any) -> None:
             for group, settings in zip(self.param_groups, kept_settings, strict=True):
-                if not states.is_converted(group, settings):
-                    settings.pop("state_dtype")
+                settings["state_dtype"] = loaded_state_dtype(group["state_dtype"], settings["state_dtype"])
                 for key in _OF_MODEL:
                     group.pop(key, None)
                 group.update(settings)

@@ -283,6 +283,11 @@ def check_values(settings: Mapping[str, Any]) -> dict[str, Any]:
     return checked
 
 
+def loaded_state_dtype(saved: Any, own: Any) -> Any:
+    """Return the `state_dtype` of a group that takes a saved one's states: between 8 bits and others its own stays."""
+    return own if (saved == eight_bits.NAME) != (own == eight_bits.NAME) else saved
+
+
 def check_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return arguments of `create`, checked; unlike a group's, their `mars_type` may be `"muon"`."""
     if str(settings.get("mars_type")) != MUON:

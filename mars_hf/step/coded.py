@@ -100,8 +100,8 @@ def check(param: Tensor, state: Mapping[str, Any], key: str, spec: ShardSpec | N
     known = _fitting.get(id(codes))
     if known is not None and known[0]() is codes and known[1]() is scales:
         return
-    if codes.is_floating_point():
-        return  # `encode` makes codes of it
+    if codes.is_floating_point() or local(codes).device != local(param).device:
+        return  # `encode` makes codes of it, and `states` refuses another device
     if local(codes).shape != local(param).shape:
         raise UnfitStateError(_misfit(what, param, key) + _remedy(param, spec))
     held, first = local(scales), first_dim_of_rows(param)

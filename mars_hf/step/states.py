@@ -326,11 +326,6 @@ def check_saved_group(index: int, saved: Mapping[str, Any], group: Mapping[str, 
         raise ValueError(f"param group {index} of this state cannot be used: {error}") from error
 
 
-def is_converted(saved: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
-    """Return whether a group takes the states of a saved one to 8 bits, or from there; its own `state_dtype` stays."""
-    return (saved.get("state_dtype") == eight_bits.NAME) != (group["state_dtype"] == eight_bits.NAME)
-
-
 def copy_loaded(
     state: MutableMapping[Tensor, Any], state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
 ) -> None:
