@@ -132,8 +132,9 @@ class Mars(torch.optim.Optimizer):
             for all groups.
         state_dtype: of the states; None for float32, and float64 for float64 parameters. `"8bit"` keeps the moments and
             last gradients of matrices and embeddings in one byte an element, with a scale for 64 of them, and the
-            compensation of Kahan's rounding in one; tensors below 4,096 elements, rows below 64 and vectors stay in
-            float32. See State.
+            compensation of Kahan's rounding in one; tensors below 4,096 elements (not under ZeRO, whose tensors hold
+            many), rows below 64, shards of columns that cut a block, and vectors stay in float32. `print(optimizer)`
+            says how many are in 8 bits. See State.
         rounding: of bfloat16 parameters: `"nearest"`; `"stochastic"`, to either neighbour at random, right on average;
             `"kahan"`, with the rounding error kept in another bfloat16 state. The last two add up updates below half a
             unit in the last place; the first loses them.
@@ -379,11 +380,12 @@ class Mars(torch.optim.Optimizer):
         torch alone casts them to the parameters' dtype and shares memory with `state_dict`. The saved settings win,
         except for `max_grad_norm`, which belongs to the running loop (MarsTrainer sets it), and `fused`, which belongs
         to the machine. Between float32 and 8 bits `state_dtype` stays as it is here: the next step converts the state.
-        Hooks act as on any torch optimizer: the result of a pre-hook is loaded, the changes of a post-hook stay.
+        Settings that the saved groups lack, as those of an earlier version do, take their defaults. Hooks act as on any
+        torch optimizer: the result of a pre-hook is loaded, the changes of a post-hook stay.
 
         Raises:
             ValueError: the state belongs to another optimizer, to groups with another role, rule or form, or to
-                parameters of another shape; nothing has been changed then.
+                parameters of another shape, or its 8-bit codes have lost their scales; nothing has been changed then.
         """
         kept = ("max_grad_norm", "fused", "state_dtype", *_OF_MODEL)  # of the running loop, machine and model
         kept_settings = [{key: group[key] for key in kept if key in group} for group in self.param_groups]

@@ -243,7 +243,7 @@ def first_dim_of_rows(param: Tensor) -> int | None:
 
     Those are the small ones, and those whose blocks ranks would cut.
     """
-    first = eight_bits.first_dim_of_rows(param.shape)
+    first = eight_bits.first_dim_of_rows(shape_of(param))
     if first is None or not is_dtensor(param) or divides_evenly(param, first, eight_bits.BLOCK):
         return first
     return None

@@ -152,7 +152,7 @@ def outcome(results: list[Any]) -> Any:
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("how", ["distributed checkpoint", "full state dict"])
-def test_checkpoints(change, how, tmp_path):
+def test_checkpoints_in_another_form(change, how, tmp_path):
     """A state arrives as it was, or nothing changes and one line says what to do."""
     (dim, ranks, before), (dim_here, ranks_here, after) = CHANGES[change]
     is_full = how == "full state dict"

@@ -459,7 +459,7 @@ SURGERY = {
 
 @pytest.mark.parametrize("where", ["loaded", "live"])
 @pytest.mark.parametrize("surgery", SURGERY)
-def test_surgery(surgery, where):
+def test_surgery_on_codes(surgery, where):
     """Whoever changes codes without their scales is stopped, when it is loaded or in the next step."""
     change, line = SURGERY[surgery]
     param, mars = of_8_bits()
@@ -493,7 +493,7 @@ def test_surgery_on_whole_blocks_is_taken():
     stepped(smaller, torch.zeros_like(smaller), other)
 
 
-def test_a_tensor_that_is_cut_below_the_smallest_goes_on_in_float32():
+def test_a_tensor_cut_below_the_smallest_takes_float32():
     param, mars = of_8_bits()
     state = {key: value if key == "step" else value[:20].clone() for key, value in mars.state[param].items()}
     smaller = nn.Parameter(param.detach()[:20].clone())
