@@ -398,6 +398,15 @@ def test_settings_of_another_optimizer(tmp_path, converted, read):
 
 
 @pytest.mark.parametrize("read", [in_one_process, by_engine], ids=["one process", "engine"])
+def test_groups_of_other_roles(converted, read):
+    """As many groups, in another order."""
+    edit(converted / "zero" / "optimizer_state.pt", lambda content: content["param_groups"].reverse())
+    line = r"the checkpoint has groups of roles \['vector', 'matrix'\], this optimizer of \['matrix', 'vector'\]"
+    with pytest.raises(ValueError, match=line):
+        read(converted)
+
+
+@pytest.mark.parametrize("read", [in_one_process, by_engine], ids=["one process", "engine"])
 def test_settings_that_win_are_said(converted, read):
     (said,) = logged(lambda: read(converted, gamma=0.1), "settings win")
     assert "settings win: gamma=0.025 of param group 0 (0.1 here); to change one" in said

@@ -571,3 +571,40 @@ def held_by(param: Tensor, state: dict[str, Any]) -> Tensor:
     """Return what a weight and its compensation stand for."""
     lost = state["compensation"]
     return join_weight(param.detach(), lost) if lost.dtype == torch.int8 else param.detach().float() + lost.float()
+
+
+def test_transposed_weights_do_not_go_to_kernels():
+    """Their memory is not in rows, whose blocks have the scales."""
+    torch.manual_seed(0)
+    start = torch.randn(128, 80)
+    params = [nn.Parameter(start.T.clone(memory_format=torch.preserve_format)) for _ in range(2)]
+    optimizers = [
+        Mars([param], lr=1e-2, state_dtype="8bit", fused=fused)
+        for param, fused in zip(params, (True, False), strict=True)
+    ]
+    assert not params[0].is_contiguous()
+    for _ in range(3):
+        gradient = torch.randn(80, 128)
+        for param, mars in zip(params, optimizers, strict=True):
+            stepped(param, gradient.clone(), mars)
+    torch.testing.assert_close(*params, rtol=0, atol=1e-5)
+    one, two = (mars.state[param] for mars, param in zip(optimizers, params, strict=True))
+    torch.testing.assert_close(one["exp_avg_scale"], two["exp_avg_scale"])
+
+
+def test_scales_of_an_earlier_batch_go_with_its_gradients():
+    """Of a parameter that has no gradient in the first exact step, too."""
+    params = [nn.Parameter(torch.ones(64, 128)) for _ in range(2)]
+    mars = Mars(params, lr=1e-3, state_dtype="8bit")
+    for param in params:
+        param.grad = torch.ones_like(param)
+    mars.step()
+    mars.param_groups[0]["is_approx"] = False
+    params[1].grad = None
+    mars.update_previous_grad()
+    mars.update_last_grad()
+    assert "last_grad" in mars.state[params[0]]
+    assert not {"last_grad", "last_grad_scale"} & mars.state[params[1]].keys()
+    mars.step()
+    for param in params:
+        assert not {"last_grad", "last_grad_scale"} & mars.state[param].keys()
