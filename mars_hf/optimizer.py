@@ -46,6 +46,7 @@ from mars_hf.groups.settings import (
     check_decoupled_decay,
     check_values,
     expand,
+    loaded_state_dtype,
     reject_unknown,
     shown,
     without_torch_keywords,
@@ -144,8 +145,9 @@ class Mars(torch.optim.Optimizer):
             for all groups.
         state_dtype: of the states; None for float32, and float64 for float64 parameters. `"8bit"` keeps the moments and
             last gradients of matrices and embeddings in one byte an element, with a scale for 64 of them, and the
-            compensation of Kahan's rounding in one; tensors below 4,096 elements, rows below 64 and vectors stay in
-            float32. See State.
+            compensation of Kahan's rounding in one; tensors below 4,096 elements (not under ZeRO, whose tensors hold
+            many), rows below 64, shards of columns that cut a block, and vectors stay in float32. `print(optimizer)`
+            says how many are in 8 bits. See State.
         rounding: of bfloat16 parameters: `"nearest"`; `"stochastic"`, to either neighbour at random, right on average;
             `"kahan"`, with the rounding error kept in another bfloat16 state. The last two add up updates below half a
             unit in the last place; the first loses them.
@@ -392,8 +394,10 @@ class Mars(torch.optim.Optimizer):
             part["params"] = [(f"added_{first + index}", entry) for index, entry in enumerate(entries)]
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a pickled optimizer."""
+        """Restore a pickled optimizer, of an earlier version too: settings that it lacks take their defaults."""
         super().__setstate__(state)
+        self.param_groups = states.with_all_settings(self.param_groups)
+        self.defaults = {**DEFAULTS, **self.defaults}
         self._is_made = True
         self._advice = Advice()
         if "_ranks" not in vars(self):  # it is there if torch loads a state
@@ -409,24 +413,26 @@ class Mars(torch.optim.Optimizer):
         torch alone casts them to the parameters' dtype and shares memory with `state_dict`. The saved settings win,
         except for `max_grad_norm`, which belongs to the running loop (MarsTrainer sets it), and `fused`, which belongs
         to the machine. Between float32 and 8 bits `state_dtype` stays as it is here: the next step converts the state.
-        Hooks act as on any torch optimizer: the result of a pre-hook is loaded, the changes of a post-hook stay.
+        Settings that the saved groups lack, as those of an earlier version do, take their defaults. Hooks act as on any
+        torch optimizer: the result of a pre-hook is loaded, the changes of a post-hook stay.
 
         Raises:
             ValueError: the state belongs to another optimizer, to groups with another role, rule or form, or to
-                parameters of another shape; nothing has been changed then.
+                parameters of another shape, or its 8-bit codes have lost their scales; nothing has been changed then.
         """
         kept = ("max_grad_norm", "fused", "state_dtype", *_OF_MODEL)  # of the running loop, machine and model
         kept_settings = [{key: group[key] for key in kept if key in group} for group in self.param_groups]
         loaded: dict[str, Any] = {}
 
-        def check_loaded(_: Any, state_dict: dict[str, Any]) -> None:
+        def check_loaded(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+            state_dict = {**state_dict, "param_groups": states.with_all_settings(state_dict["param_groups"])}
             states.check_loaded(state_dict, self.param_groups)
             loaded.update(state_dict)
+            return state_dict
 
         def keep(_: Any) -> None:
             for group, settings in zip(self.param_groups, kept_settings, strict=True):
-                if not states.is_converted(group, settings):
-                    settings.pop("state_dtype")
+                settings["state_dtype"] = loaded_state_dtype(group["state_dtype"], settings["state_dtype"])
                 for key in _OF_MODEL:
                     group.pop(key, None)
                 group.update(settings)

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ from mars_hf.distributed.tensors import shape_of
 from mars_hf.groups import settings
 from mars_hf.groups.saved_settings import write_whole
 from mars_hf.optimizer import Mars
-from mars_hf.step.states import ROWS, check_saved_group, lacks_last_grad
+from mars_hf.step.states import ROWS, check_saved_group, lacks_last_grad, with_all_settings
 
 __all__ = ["extend_deepspeed", "load", "to_universal"]
 
@@ -114,7 +114,7 @@ def read_groups(zero: Path, optimizer: Mars) -> list[dict[str, Any]]:
     if not file.is_file():
         raise ValueError(f"{zero.parent} is not a universal checkpoint (no zero/{file.name} in it); {_REMEDY}")
     with known_layout(file):
-        groups: list[dict[str, Any]] = list(read(file)["param_groups"])
+        groups = with_all_settings(read(file)["param_groups"])
         saved = [group["role"] for group in groups]
     for index, group in enumerate(groups):
         try:
@@ -136,13 +136,22 @@ def _warn_of_other_settings(saved: list[dict[str, Any]], own: list[dict[str, Any
     differences: dict[str, str] = {}
     for index, (group, given) in enumerate(zip(saved, own, strict=True)):
         for name in _LOADED:
-            if name in group and group[name] != given[name]:
+            if name == "state_dtype" and _loaded_setting(group, given, name) != group[name]:
+                continue  # its own stays
+            if group[name] != given[name]:
                 differences.setdefault(name, f"{name}={group[name]!r} of param group {index} ({given[name]!r} here)")
     if differences:
         log.warning(
             f"the checkpoint's settings win: {', '.join(differences.values())}; to change one, start a new run from "
             "the model"
         )
+
+
+def _loaded_setting(saved: Mapping[str, Any], own: Mapping[str, Any], name: str) -> Any:
+    """Return a setting of a group that takes a saved one's states, as `Mars.load_state_dict` decides it."""
+    if name == "state_dtype":
+        return settings.loaded_state_dtype(saved[name], own[name])
+    return own[name] if name in ("max_grad_norm", "fused") else saved[name]
 
 
 def read_parameter(folder: Path, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
@@ -471,8 +480,12 @@ def load_zero12(original: Callable[..., None], engine: Any, groups_name: str, ch
     """DeepSpeed's loader for ZeRO-1/2 and bf16 takes everything; what is there is checked before."""
     if getattr(engine, "round_robin_gradients", False):
         raise ValueError("DeepSpeed mixes up the places of parameters under round_robin_gradients; load with it off")
-    _read_all(engine, checkpoint_dir, getattr(engine, groups_name), range(len(engine.optimizer.param_groups)))
+    indices = range(len(engine.optimizer.param_groups))
+    groups, _ = _read_all(engine, checkpoint_dir, getattr(engine, groups_name), indices)
+    loaded = _loaded_settings(groups, engine.optimizer.param_groups)
     original(groups_name, checkpoint_dir)
+    for group, values in zip(engine.optimizer.param_groups, loaded, strict=True):
+        group.update(values)
 
 
 def load_zero3(original: Callable[..., None], engine: Any, checkpoint_dir: str) -> None:
@@ -481,6 +494,7 @@ def load_zero3(original: Callable[..., None], engine: Any, checkpoint_dir: str) 
         raise ValueError("universal checkpoints of Mars cannot be loaded with the optimizer offloaded to NVMe")
     group_of = [engine.sub_group_to_group_id[index] for index in range(len(engine.fp16_groups))]
     groups, states = _read_all(engine, checkpoint_dir, engine.fp16_groups, group_of)
+    loaded = _loaded_settings(groups, engine.optimizer.param_groups)
     read_state = engine.load_hp_checkpoint_state
 
     def read_weights(folder: str, key: str, param: Tensor) -> Tensor:
@@ -492,10 +506,21 @@ def load_zero3(original: Callable[..., None], engine: Any, checkpoint_dir: str) 
         original(checkpoint_dir)
     finally:
         del engine.load_hp_checkpoint_state
-    for group, saved in zip(engine.optimizer.param_groups, groups, strict=True):
-        group.update({key: value for key, value in saved.items() if key != "params"})
+    for group, values in zip(engine.optimizer.param_groups, loaded, strict=True):
+        group.update(values)
     for flat, params in zip(engine.fp32_partitioned_groups_flat, engine.fp16_groups, strict=True):
         engine.optimizer.state[flat] = _flat_state(engine, checkpoint_dir, flat, params, states[params[0]])
+
+
+def _loaded_settings(groups: list[dict[str, Any]], own: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return what groups hold after loading, but for their parameters."""
+    loaded = []
+    for saved, group in zip(groups, own, strict=True):
+        values = {key: value for key, value in saved.items() if key != "params"}
+        for name in ("state_dtype", "max_grad_norm", "fused"):
+            values[name] = _loaded_setting(saved, group, name)
+        loaded.append(values)
+    return loaded
 
 
 def _flat_state(

@@ -31,10 +31,10 @@ PACKAGE = Path(mars_hf.__file__).parent
 ROOT = PACKAGE.parent
 
 # Files, and lines with C++.
-ROOMS = {"mars_hf": (58, 13_700), "recipes": (38, 5_000), "tests": (104, 24_700), "benchmarks": (10, 2_300)}
-MOST_WORDS_IN_DOCS, MOST_SETTINGS, MOST_PUBLIC_NAMES = 21_500, 32, 9
+ROOMS = {"mars_hf": (62, 15_000), "recipes": (38, 5_000), "tests": (110, 26_500), "benchmarks": (10, 2_300)}
+MOST_WORDS_IN_DOCS, MOST_SETTINGS, MOST_PUBLIC_NAMES = 25_000, 32, 9
 # Files that one step enters.
-WALKS = {"mars-adamw": 13, "mars-m": 18}
+WALKS = {"mars-adamw": 14, "mars-m": 19}
 
 # Functions with more decisions than this are named below.
 NAMED_FROM = 12

@@ -398,9 +398,91 @@ def test_settings_of_another_optimizer(tmp_path, converted, read):
 
 
 @pytest.mark.parametrize("read", [in_one_process, by_engine], ids=["one process", "engine"])
+def test_groups_of_other_roles(converted, read):
+    """As many groups, in another order."""
+    edit(converted / "zero" / "optimizer_state.pt", lambda content: content["param_groups"].reverse())
+    line = r"the checkpoint has groups of roles \['vector', 'matrix'\], this optimizer of \['matrix', 'vector'\]"
+    with pytest.raises(ValueError, match=line):
+        read(converted)
+
+
+@pytest.mark.parametrize("read", [in_one_process, by_engine], ids=["one process", "engine"])
 def test_settings_that_win_are_said(converted, read):
     (said,) = logged(lambda: read(converted, gamma=0.1), "settings win")
     assert "settings win: gamma=0.025 of param group 0 (0.1 here); to change one" in said
+
+
+def loaded_by_zero12(folder: Path, **settings: Any) -> list[dict[str, Any]]:
+    """Return groups after a loader that sets all that the files hold, as DeepSpeed's does."""
+    model = nn.Linear(5, 3)
+    optimizer = mars_hf.create(model, lr=3e-3, **settings)
+    names = {param: name for name, param in model.named_parameters()}
+    engine = SimpleNamespace(optimizer=optimizer, param_names=names, groups=[[param] for param in names])
+
+    def original(_: str, checkpoint: str) -> None:
+        saved = torch.load(f"{checkpoint}/zero/optimizer_state.pt", weights_only=False)["param_groups"]
+        for group, values in zip(optimizer.param_groups, saved, strict=True):
+            group.update({key: value for key, value in values.items() if key != "params"})
+
+    universal.load_zero12(original, engine, "groups", str(folder))
+    return optimizer.param_groups
+
+
+class Zero3(SimpleNamespace):
+    def load_hp_checkpoint_state(self, folder: str, key: str, param: Tensor) -> Tensor:
+        return torch.zeros(param.numel())
+
+
+def loaded_by_zero3(folder: Path, **settings: Any) -> list[dict[str, Any]]:
+    model = nn.Linear(5, 3)
+    optimizer = mars_hf.create(model, lr=3e-3, **settings)
+    names = {param: name for name, param in model.named_parameters()}
+    engine = Zero3(
+        optimizer=optimizer,
+        param_names=names,
+        swap_optimizer=False,
+        sub_group_to_group_id=[0, 1],
+        fp16_groups=[[param] for param in names],
+        fp32_partitioned_groups_flat=[torch.zeros(param.numel()) for param in names],
+    )
+    universal.load_zero3(lambda _: None, engine, str(folder))
+    return optimizer.param_groups
+
+
+def loaded_in_one_process(folder: Path, **settings: Any) -> list[dict[str, Any]]:
+    return in_one_process(folder, **settings)[1].param_groups
+
+
+every_loader = pytest.mark.parametrize("load", [loaded_in_one_process, loaded_by_zero12, loaded_by_zero3])
+
+
+@every_loader
+@pytest.mark.parametrize(
+    ("saved", "own", "expected"),
+    [(None, "8bit", "8bit"), ("8bit", None, None), ("8bit", "bfloat16", "bfloat16"), ("bfloat16", None, "bfloat16")],
+)
+def test_state_dtype_after_loading(tmp_path, recwarn, load, saved, own, expected):
+    """Between 8 bits and numbers the optimizer's own stays, under every loader, and nothing says otherwise."""
+    source = save_zero(tmp_path / "step2", *trained(state_dtype=saved))
+    universal.to_universal(source, tmp_path / "universal")
+    groups = load(tmp_path / "universal", state_dtype=own)
+    assert {group["state_dtype"] for group in groups} == {expected}
+    said = [str(warning.message) for warning in recwarn if "state_dtype=" in str(warning.message)]
+    assert len(said) == (own != expected)
+
+
+@every_loader
+def test_checkpoints_of_an_earlier_version(tmp_path, converted, load):
+    """Settings that they lack take their defaults."""
+    file = converted / "zero" / "optimizer_state.pt"
+    content = torch.load(file, weights_only=False)
+    for group in content["param_groups"]:
+        for key in ("weight_decay_mode", "normalize_rows", "rounding", "max_grad_norm"):
+            group.pop(key)
+    torch.save(content, file)
+    groups = load(converted, weight_decay_mode="cautious", max_grad_norm=0.5)
+    found = [(group["weight_decay_mode"], group["rounding"], group["max_grad_norm"]) for group in groups]
+    assert found == [("standard", "nearest", 0.5)] * 2
 
 
 @pytest.mark.parametrize("stage", [2, 3])

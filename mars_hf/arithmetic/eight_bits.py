@@ -32,6 +32,7 @@ DTYPES = (torch.int8, torch.uint8)
 # 1/3952 of the largest, which is at most the norm of its block, and a block has 64.
 LARGEST_GROWTH = 1 + 1 / 16 + 8 / 3952
 _TINY = 2.0**-118  # moments of a block below this are zero: 494 / scale would overflow
+_LARGEST_CODES = {torch.int8: 127, torch.uint8: 255}  # that of a block's largest number
 _BITS_OF_2 = 0x40000000
 
 
@@ -52,14 +53,24 @@ class Coded(NamedTuple):
 
     def decode(self) -> Tensor:
         """Return the values in float32."""
-        codes = _in_blocks(self.codes, self.scales).int()
-        scales = self.scales.unsqueeze(-1)
-        holds_roots = self.codes.dtype == torch.uint8
-        code = _ROOTS if holds_roots else _VALUES
-        y = ((codes.abs() << code.shift) + _BITS_OF_2).view(torch.float32)
-        values = (y - 2) * (1 / code.range)
-        values = values * values * scales if holds_roots else values * scales
-        return _out_of_blocks(torch.where(codes < 0, -values, values), self.codes.shape)
+        values = decode_each(_in_blocks(self.codes, self.scales), self.scales.unsqueeze(-1))
+        return _out_of_blocks(values, self.codes.shape)
+
+    def fits(self) -> bool:
+        """Return whether codes and scales can be of one tensor: the largest number of each block has the last code.
+
+        Codes that have been cut or moved without their scales do not; nor do scales below zero, or not finite.
+        """
+        if not self.has_finite_scales():
+            return False
+        blocks = _in_blocks(self.codes, self.scales)
+        largest = (blocks.abs() if blocks.dtype == torch.int8 else blocks).amax(-1)
+        last = _LARGEST_CODES[self.codes.dtype] - 1  # a kernel's division may fall short by a unit
+        return bool(((largest >= last) | (self.scales < _TINY)).all())
+
+    def has_finite_scales(self) -> bool:
+        """Return whether scales are finite, and none is below zero."""
+        return bool((self.scales.isfinite() & (self.scales >= 0)).all())
 
     def encode(self, values: Tensor, step: float) -> None:
         """Write values, floating point, in place; `step` is the count of the step that made them."""
@@ -75,6 +86,25 @@ class Coded(NamedTuple):
             codes = torch.where(x < 0, -codes, codes)
         self.codes.copy_(_out_of_blocks(codes.to(self.codes.dtype), self.codes.shape))
         self.scales.copy_(scales.squeeze(-1))
+
+
+def decode_each(codes: Tensor, scales: Tensor) -> Tensor:
+    """Return the values of codes, with scales of a shape that broadcasts to theirs."""
+    holds_roots = codes.dtype == torch.uint8
+    code = _ROOTS if holds_roots else _VALUES
+    codes = codes.int()
+    y = ((codes.abs() << code.shift) + _BITS_OF_2).view(torch.float32)
+    values = (y - 2) * (1 / code.range)
+    values = values * values * scales if holds_roots else values * scales
+    return torch.where(codes < 0, -values, values)
+
+
+def look_like_codes(values: Tensor) -> bool:
+    """Return whether floating point numbers are codes that somebody has cast: whole ones, and not all small."""
+    if values.numel() == 0:
+        return False
+    least, most = map(float, values.aminmax())
+    return 64 <= max(-least, most) <= 255 and bool((values == values.round()).all())
 
 
 # Tensors of a list, all in 8 bits or none; and those of a list's buffers, by name.
@@ -139,6 +169,12 @@ def shape_of_scales(shape: torch.Size, first: int) -> torch.Size:
     return torch.Size([*shape[:first], -(-shape[first:].numel() // BLOCK)])
 
 
+def scales_of_elements(scales: Tensor, shape: torch.Size) -> Tensor:
+    """Return a scale for each element of a tensor of this shape."""
+    in_blocks = scales.unsqueeze(-1).expand(*scales.shape, BLOCK)
+    return _out_of_blocks(in_blocks, shape)
+
+
 def has_whole_blocks(shape: torch.Size, shape_of_scales: torch.Size) -> bool:
     """Return whether no row but the last one of a tensor ends within a block."""
     rows = shape_of_scales[:-1].numel()
@@ -181,6 +217,18 @@ def scales_of_parts(scales: Tensor, parts: Sequence[tuple[int, int]]) -> list[Te
 # --- bfloat16 with 8 bits more ----------------------------------------------------------------------------------------
 
 _SIGN, _SIZE, _INFINITY = -(2**31), 2**31 - 1, 0x7F800000
+
+
+def lost_of(param: Tensor, values: Tensor) -> Tensor:
+    """Return what a bfloat16 parameter lacks of float32 values that are next to it, as `split_weight` keeps it.
+
+    What is half a place or more, which would be the neighbour's, becomes the most that 8 bits hold.
+    """
+    bits, wanted_bits = (tensor.float().view(torch.int32) for tensor in (param, values))
+    size, wanted = bits & _SIZE, wanted_bits & _SIZE
+    lost = (torch.where(bits ^ wanted_bits < 0, 0, wanted + 128) >> 8) - (size >> 8)
+    lost = torch.where(torch.maximum(size, wanted) < _INFINITY, lost.clamp(-128, 127), 0)
+    return lost.to(torch.int8)
 
 
 def split_weight(values: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from mars_hf import _compat
+from mars_hf.arithmetic import eight_bits
 from mars_hf.distributed.tensors import Group, Shard, ShardSpec, Slice, is_dtensor, ranks_of, shape_of
 
 # Returns a model that the optimizer does not keep alive; None once it is gone.
@@ -235,6 +236,26 @@ def divides_evenly(tensor: Any, first: int, unit: int) -> bool:
         if cuts_rows and (first < tensor.ndim - 1 or tensor.shape[dim] % (parts * unit)):
             return False
     return True
+
+
+def first_dim_of_rows(param: Tensor) -> int | None:
+    """Return the dimension from which on the rows of states in 8 bits run; None for tensors that have none.
+
+    Those are the small ones, and those whose blocks ranks would cut.
+    """
+    first = eight_bits.first_dim_of_rows(shape_of(param))
+    if first is None or not is_dtensor(param) or divides_evenly(param, first, eight_bits.BLOCK):
+        return first
+    return None
+
+
+def part_of(param: Any, whole: Tensor) -> Tensor:
+    """Return this rank's part of a tensor of a DTensor's whole shape."""
+    splits = _splits_of(param)
+    if not splits:
+        return whole
+    part = _slice(param, splits, param.device_mesh.get_coordinate()).of(whole)
+    return part.reshape(param.to_local().shape)
 
 
 def placed_like(param: Any, part: Tensor) -> Tensor:

@@ -13,7 +13,15 @@ from typing import Any
 import torch
 
 from mars_hf.groups import plain_yaml
-from mars_hf.groups.settings import DEFAULTS, MODEL_DEFAULTS, MUON, check_arguments, reject_unknown, shown
+from mars_hf.groups.settings import (
+    DEFAULTS,
+    MODEL_DEFAULTS,
+    MUON,
+    check_arguments,
+    loaded_state_dtype,
+    reject_unknown,
+    shown,
+)
 
 FILE = "mars.json"
 # The name of a repository on the Hub: it cannot be absolute, nor begin with a dot or tilde, nor have two slashes.
@@ -44,6 +52,26 @@ def to_json(created_with: Mapping[str, Any] | None) -> dict[str, Any] | None:
         return None
     values = {**DEFAULTS, **MODEL_DEFAULTS, **created_with}
     return dict(json.loads(json.dumps({name: values[name] for name in KEPT}, default=_plain)))
+
+
+def as_loaded(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments that a checkpoint holds, as JSON, as they are after its loading into an optimizer with its own.
+
+    Settings that are newer than the checkpoint take their defaults. Between 8 bits and floating point the optimizer's
+    own `state_dtype` stays, and the states are converted.
+    """
+    loaded = {**(to_json({}) or {}), **saved}
+    loaded["state_dtype"] = loaded_state_dtype(loaded["state_dtype"], own["state_dtype"])
+    saved_rules, own_rules = loaded["param_rules"], own["param_rules"]
+    if [pattern for pattern, _ in saved_rules] != [pattern for pattern, _ in own_rules]:
+        return loaded
+    rules = []
+    for (pattern, before), (_, now) in zip(saved_rules, own_rules, strict=True):
+        rule = dict(before)
+        if "state_dtype" in before and "state_dtype" in now:
+            rule["state_dtype"] = loaded_state_dtype(before["state_dtype"], now["state_dtype"])
+        rules.append([pattern, rule])
+    return {**loaded, "param_rules": rules}
 
 
 def _plain(value: Any) -> Any:

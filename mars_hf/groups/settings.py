@@ -283,7 +283,8 @@ SETTINGS: Mapping[str, Setting] = {setting.name: setting for setting in _TABLE}
 DEFAULTS: Mapping[str, Any] = _defaults_of("group", "1d")
 MODEL_DEFAULTS: Mapping[str, Any] = _defaults_of("model")
 KEYS_1D = tuple(_defaults_of("1d"))
-GROUP_KEYS = (*_defaults_of("group"), "layout")  # a layout is no keyword: groups alone have one
+GROUP_DEFAULTS: Mapping[str, Any] = {**_defaults_of("group"), "layout": None}  # no keyword: groups alone have a layout
+GROUP_KEYS = tuple(GROUP_DEFAULTS)
 # What an override of `param_rules` may state: not the norm of all gradients.
 OVERRIDE_KEYS = ("role", *(name for name in (*GROUP_KEYS, *KEYS_1D) if name != "max_grad_norm"))
 # What each step checks in groups that may have been edited: not the numbers, which schedulers write.
@@ -389,6 +390,11 @@ def check_decoupled_decay(settings: Mapping[str, Any]) -> None:
                 f"at each step; accepted: numbers below 1. For AdamW's {value:g} give {value:g} * lr, or leave "
                 "weight_decay_mode out"
             )
+
+
+def loaded_state_dtype(saved: Any, own: Any) -> Any:
+    """Return the `state_dtype` of a group that takes a saved one's states: between 8 bits and others its own stays."""
+    return own if (saved == eight_bits.NAME) != (own == eight_bits.NAME) else saved
 
 
 def check_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,9 @@ from typing import Any
 
 from torch import nn
 
+from mars_hf.arithmetic import eight_bits
 from mars_hf.arithmetic.update_rules import UPDATE_RULES, update_rule
+from mars_hf.distributed.shards import first_dim_of_rows
 from mars_hf.distributed.tensors import shape_of
 from mars_hf.groups.settings import GROUP_KEYS, MUON
 
@@ -28,11 +30,12 @@ _SHOWN = tuple(key for key in GROUP_KEYS if key not in ("max_grad_norm", "layout
 def summary(param_groups: Sequence[Mapping[str, Any]]) -> str:
     """Return a table of parameter groups, then the parameters left out, by reason, and those that stay fused.
 
-    Digits in names are `*`. The table has a column of patterns, or of splits, if any group has one.
+    Digits in names are `*`. The table has a column of states in 8 bits, splits or patterns if any group has one.
     """
     header = ["role", "rule", "tensors", "elements", "lr", "betas", "weight decay"]
     rows = [_row(group) for group in param_groups]
     columns = {
+        "in 8 bits": [_coded_of(group) for group in param_groups],
         "split": [_split_of(group) for group in param_groups],
         "pattern": [group.get("pattern", "") for group in param_groups],
     }
@@ -122,6 +125,21 @@ def _split_of(group: Mapping[str, Any]) -> str:
     """Return into how many matrices each parameter of a group is split; "" for none."""
     layout = group["layout"]
     return f"in {len(layout['parts'])}" if layout is not None and layout["parts"] is not None else ""
+
+
+def _coded_of(group: Mapping[str, Any]) -> str:
+    """Return how many tensors have moments in 8 bits, of how many, and their share of the elements; "" for none asked.
+
+    Engines decide with: flat tensors of ZeRO have all of their parameters in 8 bits, and shards that cut blocks none.
+    """
+    if group["state_dtype"] != eight_bits.NAME:
+        return ""
+    sizes = [shape_of(param).numel() for param in group["params"]]
+    coded = []
+    if group["role"] != "vector":
+        pairs = zip(group["params"], sizes, strict=True)
+        coded = [size for param, size in pairs if first_dim_of_rows(param) is not None]
+    return f"{len(coded)} of {len(sizes)} ({sum(coded) / max(1, sum(sizes)):.0%})"
 
 
 def names_left_out(param_groups: Iterable[Mapping[str, Any]]) -> dict[str, Counter[str]]:

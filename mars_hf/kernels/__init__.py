@@ -232,12 +232,7 @@ def _compute(
     """Return the tensors of a check after an update, and their sums, by name."""
     lists = _random_lists(device, dtypes)
     scale = torch.full((), 0.7, dtype=torch.float64, device=device) if scaled else None
-    buffers: dict[str, Column] = {
-        name: lists[name] for name, _ in dtypes if name not in ("params", "grads", "compensation")
-    }
-    for name, key in SCALES.items():
-        if lists[key]:
-            buffers[name] = list(map(Coded, lists[name], lists[key]))
+    buffers = _buffers_among(lists)
     sums = backend.run_sums(lists["grads"], buffers.get("last_grad", []), k=0.4, scale=scale)
     rounding = rules.NEAREST
     if lists["compensation"]:
@@ -257,6 +252,16 @@ def _compute(
     if dict(dtypes).get("compensation") == torch.int8:  # its 8 bits wrap where bfloat16 takes the other neighbour
         lists[_JOINED] = [join_weight(*pair) for pair in zip(lists["params"], lists.pop("compensation"), strict=True)]
     return {"sums": list(sums.T), **lists}
+
+
+def _buffers_among(lists: Mapping[str, list[Tensor]]) -> dict[str, Column]:
+    """Return the buffers among the tensors of a check, those in 8 bits with their scales."""
+    others = ("params", "grads", "compensation", *SCALES.values())
+    buffers: dict[str, Column] = {name: column for name, column in lists.items() if column and name not in others}
+    for name, key in SCALES.items():
+        if lists[key]:
+            buffers[name] = list(map(Coded, lists[name], lists[key]))
+    return buffers
 
 
 def _random_lists(device: torch.device, dtypes: Dtypes) -> dict[str, list[Tensor]]:

@@ -203,6 +203,8 @@ def _collect(
             if not buffers.are_in(state):
                 check_gradient(param, param.grad)
                 states.prepare(param, group, state, buffers, spec)
+            elif buffers.coded:
+                states.check_codes(param, state, buffers, spec)
             if rule.orthogonalizes:
                 states.prepare_rows(param, group, state, spec)
             tensors = [param, param.grad, *[state[key] for key in buffers.keys]]

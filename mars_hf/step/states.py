@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, MutableMapping, Sequence
+from collections.abc import Container, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from mars_hf.arithmetic.update_rules import UpdateRule, update_rule
 from mars_hf.distributed.tensors import ShardSpec, local
 from mars_hf.groups import settings
 from mars_hf.step import coded
+from mars_hf.step.coded import UnfitStateError, described
 
 # Tensors of a state that have the parameter's shape.
 BUFFERS = {"exp_avg", "max_exp_avg_sq", "last_grad", "compensation", "previous_grad", "previous_param"}
@@ -31,10 +32,6 @@ _NAMED_STEP = (
     b"step %d of MARS (mars_hf): resume with the optimizer that saved it, such as optim='mars_adamw', or load the "
     b"checkpoint as the model, with from_pretrained"
 )
-
-
-class UnfitStateError(ValueError, RuntimeError):
-    """Raised for a state that does not fit its parameter: a ValueError on loading, a RuntimeError in a step."""
 
 
 class Buffers(NamedTuple):
@@ -89,18 +86,13 @@ def prepare(
         else:
             dtype = param.dtype if key == "compensation" else buffer_dtype(param, group, state)
             state[key] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
+    check_codes(param, state, buffers, spec)
+
+
+def check_codes(param: Tensor, state: Mapping[str, Any], buffers: Buffers, spec: ShardSpec | None) -> None:
+    """Raise UnfitStateError unless the buffers in 8 bits have the scales of their codes."""
     for key in buffers.with_scales:
-        _check_scales(param, state, key, spec)
-
-
-def _check_scales(param: Tensor, state: Mapping[str, Any], key: str, spec: ShardSpec | None) -> None:
-    held, expected = local(state[SCALES[key]]), coded.shape_of_scales(param, spec)
-    if held.shape != expected or held.device != local(param).device:
-        raise UnfitStateError(
-            f"{key} of a tensor of shape {tuple(param.shape)} on {param.device} has 8-bit codes with scales of "
-            f"{_described(held)}, and needs shape {tuple(expected)} there. Under ZeRO it was saved on other ranks: "
-            "resume on as many, or from a folder made by python -m mars_hf to_universal"
-        )
+        coded.check(param, state, key, spec, "the state of a parameter")
 
 
 def prepare_rows(param: Tensor, group: Mapping[str, Any], state: dict[str, Any], spec: ShardSpec | None) -> None:
@@ -118,7 +110,7 @@ def prepare_rows(param: Tensor, group: Mapping[str, Any], state: dict[str, Any],
     fits = type(rows) is Tensor and rows.shape == (numel,) and rows.is_floating_point()
     if not fits or rows.device != device:
         raise UnfitStateError(
-            f"the state of a tensor of shape {tuple(param.shape)} has {ROWS} of {_described(rows)}, and normalize_rows "
+            f"the state of a tensor of shape {tuple(param.shape)} has {ROWS} of {described(rows)}, and normalize_rows "
             f"needs shape ({numel},), in floating point, on {device}. Under ZeRO resume on as many processes"
         )
     state[ROWS] = rows.to(dtype)  # a parameter may have been converted
@@ -239,7 +231,7 @@ def check_state(
 def _check_step(param: Tensor, value: Any, what: str) -> None:
     is_number = value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, (int, float))
     if not is_number and not _is_named_step(value):
-        raise UnfitStateError(f"{what} of shape {tuple(param.shape)} has step={_described(value)}; a number is needed")
+        raise UnfitStateError(f"{what} of shape {tuple(param.shape)} has step={described(value)}; a number is needed")
 
 
 def _has_dtype(key: str, value: Tensor, scales: Any) -> bool:
@@ -254,37 +246,65 @@ def _has_dtype(key: str, value: Tensor, scales: Any) -> bool:
 
 
 def _check_buffer(param: Tensor, key: str, value: Any, what: str, *, fits: bool, anywhere: bool) -> None:
-    has_shape = fits and value.shape == param.shape
-    is_beside = has_shape and (anywhere or value.device == param.device)
-    if not is_beside:
+    found = f"{what} of shape {tuple(param.shape)} on {param.device} has {key} of {described(value)}"
+    if not fits:
         raise UnfitStateError(
-            f"{what} of shape {tuple(param.shape)} on {param.device} has {key} of {_described(value)}; a floating "
-            "point tensor of the parameter's shape and device is needed, or one in 8 bits with its scales. A model "
-            "that has been resized since cannot go on with this state: start a new run from its weights, with "
-            "from_pretrained"
+            f"{found}; a floating point tensor of the parameter's shape is needed, or one in 8 bits with float32 scales"
         )
+    if value.shape != param.shape:
+        raise UnfitStateError(
+            f"{found}, not the parameter's shape. A model that has been resized since cannot go on with this state: "
+            "start a new run from its weights, with from_pretrained"
+        )
+    if not anywhere and value.device != param.device:
+        raise UnfitStateError(
+            f"{found}, another device: a model that moves after its first step leaves the states of its optimizer "
+            "behind. Move them too, state[key] = state[key].to(param.device), or load the optimizer's state_dict() anew"
+        )
+
+
+def with_all_settings(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return saved groups with the defaults of settings that are newer than they; another optimizer's stay."""
+    missing = {key: value for key, value in settings.GROUP_DEFAULTS.items() if key != "lr"}
+    return [{**missing, **group} if "role" in group else group for group in groups]
 
 
 def check_loaded(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
     """Raise ValueError unless a state_dict can be that of an optimizer with these groups."""
     for index, (saved, group) in enumerate(zip(state_dict["param_groups"], groups, strict=False)):
         check_saved_group(index, saved, group)
-    names: dict[Tensor, str] = {}
-    for group in groups:
-        names.update(zip(group["params"], group.get("param_names", ()), strict=False))  # all have names, or none
-    for id_, param in _pairs(state_dict, groups):
-        what = f"the saved state of {names.get(param, 'a parameter')}"
-        check_state(param, state_dict["state"].get(id_, {}), what, anywhere=True)
+    for index, (saved, group) in enumerate(zip(state_dict["param_groups"], groups, strict=False)):
+        names = group.get("param_names", ["a parameter"] * len(group["params"]))
+        saved_states = [state_dict["state"].get(id_, {}) for id_ in saved["params"]]
+        in_8_bits = eight_bits.NAME in (saved["state_dtype"], group["state_dtype"])
+        for param, state, name in zip(group["params"], saved_states, names, strict=False):
+            what = f"the saved state of {name}"
+            coded.check_loaded(param, state, what, in_8_bits=in_8_bits)
+            check_state(param, state, what, anywhere=True)
+        if saved["state_dtype"] != eight_bits.NAME and coded.have_lost_values(saved_states):
+            raise UnfitStateError(
+                f"param group {index} was saved with state_dtype={saved['state_dtype']!r}, and its states arrive in 8 "
+                "bits without any value: the loader has copied numbers into codes. Make the optimizer without "
+                "state_dtype='8bit', load, and then set group['state_dtype'] = '8bit' in each group"
+            )
 
 
 def check_saved_group(index: int, saved: Mapping[str, Any], group: Mapping[str, Any]) -> None:
     """Raise ValueError unless a saved group can take the place of this one: of its number, role, rule and form."""
+    if "role" not in saved and not saved.get("params"):
+        raise ValueError(
+            f"param group {index} of this state is empty: it has neither parameters nor settings. Loaders that go by "
+            "names, as torch.distributed.checkpoint, leave that where the state has none of this group's parameters; "
+            "load the state of a model whose trainable parameters have the names of this one's"
+        )
     if "role" not in saved:
         raise ValueError(
             f"param group {index} of this state has no 'role', so another optimizer saved it. To train on from its "
             "weights, load the checkpoint as the model (from_pretrained), or, without DeepSpeed, resume from a "
             "copy without optimizer.pt and scheduler.pt"
         )
+    if "lr" not in saved:
+        raise ValueError(f"param group {index} of this state has no 'lr', so it is damaged; take another checkpoint")
     both_have_patterns = "pattern" in saved and "pattern" in group
     if both_have_patterns and saved["pattern"] != group["pattern"]:
         raise ValueError(
@@ -306,21 +326,21 @@ def check_saved_group(index: int, saved: Mapping[str, Any], group: Mapping[str, 
         raise ValueError(f"param group {index} of this state cannot be used: {error}") from error
 
 
-def is_converted(saved: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
-    """Return whether a group takes the states of a saved one to 8 bits, or from there; its own `state_dtype` stays."""
-    return (saved.get("state_dtype") == eight_bits.NAME) != (group["state_dtype"] == eight_bits.NAME)
-
-
 def copy_loaded(
     state: MutableMapping[Tensor, Any], state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
 ) -> None:
     """Copy saved tensors, in the dtypes they have, over the state that torch made of them."""
     for id_, param in _pairs(state_dict, groups):
-        for key, value in state_dict["state"].get(id_, {}).items():
+        saved = state_dict["state"].get(id_, {})
+        for key, value in saved.items():
             if key == "step":
                 state[param][key] = to_step_count(value).clone()
             elif isinstance(value, Tensor):
                 state[param][key] = value.detach().to(param.device, copy=True)
+        for key, scales_key in SCALES.items():
+            if scales_key in saved and coded.is_whole_beside_part(saved[key], saved[scales_key]):
+                state[param][key] = coded.decode_by_whole_scales(param, state[param][key], saved[scales_key])
+                del state[param][scales_key]
 
 
 def _pairs(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> list[tuple[Any, Tensor]]:
@@ -329,9 +349,3 @@ def _pairs(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -
     for saved, group in zip(state_dict["param_groups"], groups, strict=False):
         pairs += zip(saved["params"], group["params"], strict=False)
     return pairs
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"shape {tuple(value.shape)}, {value.dtype}, on {value.device}"
-    return repr(value)

@@ -98,7 +98,7 @@ def follow_checkpoint(state: TrainerState, optimizer: Any) -> list[str]:
     settings = saved_settings.to_json(mars.created_with)
     changed = []
     if resumes and saved["create"] is not None and settings is not None:
-        create = saved["create"]
+        create = saved_settings.as_loaded(saved["create"], settings)
         for name, value in settings.items():
             if create[name] != value:
                 changed.append(f"{name}={create[name]} (given: {value})")

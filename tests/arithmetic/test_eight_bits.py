@@ -177,3 +177,26 @@ def test_weights_that_are_not_finite():
         .isfinite()
         .all()
     )
+
+
+def test_smallest_moments_that_stay():
+    """Down to 2^-118, far below what a gradient in float32 leaves."""
+    for size in (1e-30, 1e-35):
+        values = torch.full((64, 64), size)
+        assert coded(values, torch.int8).decode().equal(values)
+
+
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0x7FC00000, 0x7F800001, -1])
+def test_every_form_of_not_a_number_stays_one(bits):
+    """CUDA's has all bits set, which rounding up would make a zero of."""
+    param, lost = eight_bits.split_weight(torch.tensor([bits], dtype=torch.int32).view(torch.float32))
+    assert param.isnan().all() and eight_bits.join_weight(param, lost).isnan().all()
+
+
+def test_what_a_weight_lacks():
+    """To a 256th of its last place, at most half a place; a sign or size that cannot be is nothing."""
+    weight = torch.tensor([1.5, -1.5, 1.5, 1.5, math.inf, 0.0], dtype=torch.bfloat16)
+    place = 2.0**-7
+    values = weight.float() + place * torch.tensor([0.25, -0.25, 0.5, -0.5, 0.0, 0.0])
+    assert eight_bits.lost_of(weight, values).tolist() == [64, 64, 127, -128, 0, 0]
+    assert eight_bits.lost_of(torch.tensor([1.0], dtype=torch.bfloat16), torch.tensor([-1.0])).tolist() == [-128]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from helpers import gpt2
 from test_param_groups import Odd
+from torch import nn
 
 import mars_hf
 from mars_hf.groups import summary
@@ -29,6 +30,24 @@ def test_summary_table():
         "  head: score.weight",
         "  bias or norm: r_w_bias, norm.weight, norm.bias",
     ]
+
+
+def test_column_of_states_in_8_bits():
+    """Of a LoRA of rank 16 half the matrices, whose rows are too short, stay in float32."""
+    layers = [nn.Linear(512, 16, bias=False), nn.Linear(16, 512, bias=False), nn.Linear(64, 64)]
+    mars = mars_hf.create(nn.Sequential(*layers), lr=3e-3, state_dtype="8bit")
+    header, matrices, vectors = str(mars).splitlines()[1:]
+    assert (
+        "in 8 bits" in header
+        and matrices.rstrip().endswith("2 of 3 (60%)")
+        and vectors.rstrip().endswith("0 of 1 (0%)")
+    )
+    for param in [param for group in mars.param_groups for param in group["params"]]:
+        param.grad = torch.ones_like(param)
+    mars.step()
+    dtypes = [mars.state[layer.weight]["exp_avg"].dtype for layer in layers]
+    assert dtypes == [torch.int8, torch.float32, torch.int8]
+    assert "in 8 bits" not in str(mars_hf.create(nn.Linear(512, 16), lr=3e-3))
 
 
 def one_line(model: torch.nn.Module, name: str | None = None, **settings) -> str:

@@ -20,7 +20,7 @@ from contract import STEP, buffers_of, problem
 from helpers import needs_compiler
 
 from mars_hf import kernels
-from mars_hf.arithmetic import rules
+from mars_hf.arithmetic import eight_bits, rules
 from mars_hf.arithmetic.eight_bits import CODES
 from mars_hf.kernels import cpu as compiled
 
@@ -156,6 +156,27 @@ def test_update_beyond_31_bits():
     compiled.update([param], [g], {"exp_avg": [average]}, rules.Options(**numbers))
     assert torch.nonzero(param).flatten().tolist() == marked
     assert (param[marked] == -0.5).all()
+
+
+def test_weights_of_24_bits_are_those_of_pytorch():
+    """Of all sizes, ties, infinities and NaN, and zeros that somebody has written over weights; with what they lack."""
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(-(2**15), 2**15, (60_000,), generator=generator).to(torch.int16)
+    words[:6] = torch.tensor([0x7F80, -0x80, 0x7FFF, -1, 0, -(2**15)])  # infinities, NaN, zeros
+    param = words.view(torch.bfloat16)
+    lost = torch.randint(-128, 128, (len(words),), generator=generator).to(torch.int8)
+    gradient = torch.ones(len(words))
+    gradient[6:10] = torch.tensor([0x7FFFFFFF, -1, 0x7FC00000, 0x7F800001], dtype=torch.int32).view(torch.float32)
+    for lr in (0.0, 1.7e-4, 3.0):
+        start = eight_bits.join_weight(param, lost)
+        expected, expected_lost = eight_bits.split_weight(start - lr * gradient.sign().where(gradient == 1, gradient))
+        found, found_lost = param.clone(), lost.clone()
+        rounding = rules.Rounding(kind="kahan", compensations=[found_lost])
+        numbers = {**STEP, "weight_decay": 0.0, "arithmetic": "lion", "steps": [1.0], "lr": lr, "rounding": rounding}
+        compiled.update([found], [gradient], {"exp_avg": [torch.zeros(len(words))]}, rules.Options(**numbers))
+        assert torch.equal(found_lost, expected_lost)
+        assert torch.equal(found.view(torch.int16)[~found.isnan()], expected.view(torch.int16)[~expected.isnan()])
+        assert torch.equal(found.isnan(), expected.isnan())
 
 
 def test_failure_is_logged_once(monkeypatch, caplog):

@@ -409,3 +409,203 @@ def test_states_that_do_not_fit(key, damage):
     with pytest.raises(UnfitStateError, match=r"8-bit|8 bits"):
         stepped(param, torch.ones_like(param), mars)
     assert torch.equal(param, before)
+
+
+# --- codes and scales that are not of one tensor ----------------------------------------------------------------------
+
+
+def of_8_bits(rule: str = "mars-adamw") -> tuple[nn.Parameter, Mars]:
+    torch.manual_seed(0)
+    param = nn.Parameter(torch.randn(64, 192))
+    mars = Mars([param], lr=1e-3, mars_type=rule, state_dtype="8bit")
+    for _ in range(3):
+        stepped(param, torch.randn_like(param), mars)
+    return param, mars
+
+
+def cut(state: dict[str, Any], columns: slice) -> dict[str, Any]:
+    """Return a state whose tensors of the parameter's shape have some of its columns."""
+    return {key: value[:, columns].clone() if key in KEYS else value for key, value in state.items()}
+
+
+def as_dtype(state: dict[str, Any], dtype: torch.dtype, *, codes: bool) -> dict[str, Any]:
+    def is_cast(value: Tensor) -> bool:
+        return value.ndim > 0 and (codes or value.is_floating_point())
+
+    return {key: value.to(dtype) if is_cast(value) else value for key, value in state.items()}
+
+
+def scaled(state: dict[str, Any], key: str, value: float) -> dict[str, Any]:
+    scales = state[key].clone()
+    scales[3, 1] = value
+    return {**state, key: scales}
+
+
+SURGERY = {
+    "columns of blocks": (lambda state: cut(state, slice(64, 192)), r"has exp_avg in 8 bits with scales of"),
+    "columns within blocks": (lambda state: cut(state, slice(30, 192)), r"scales of other codes"),
+    "every second column": (lambda state: cut(state, slice(0, 192, 2)), r"has exp_avg in 8 bits with scales of"),
+    "all in bfloat16": (lambda state: as_dtype(state, torch.bfloat16, codes=True), r"of torch.bfloat16.* as if they"),
+    "all in float32": (lambda state: as_dtype(state, torch.float32, codes=True), r"of torch.float32.* as if they"),
+    "scales in bfloat16": (lambda state: as_dtype(state, torch.bfloat16, codes=False), r"8 bits with .*scales"),
+    "scales in float64": (lambda state: as_dtype(state, torch.float64, codes=False), r"8 bits with .*scales"),
+    "no scales": (lambda state: {key: state[key] for key in ("step", *KEYS)}, r"(8 bits with .*scales|as if they)"),
+    "rolled codes": (lambda state: {**state, "last_grad": state["last_grad"].roll(7, 1)}, r"last_grad .*other codes"),
+    **{
+        f"a scale of {value}": (lambda state, value=value: scaled(state, "exp_avg_sq_scale", value), r"not finite")
+        for value in (-1.0, math.nan, math.inf)
+    },
+}
+
+
+@pytest.mark.parametrize("where", ["loaded", "live"])
+@pytest.mark.parametrize("surgery", SURGERY)
+def test_surgery_on_codes(surgery, where):
+    """Whoever changes codes without their scales is stopped, when it is loaded or in the next step."""
+    change, line = SURGERY[surgery]
+    param, mars = of_8_bits()
+    state = change(mars.state[param])
+    smaller = nn.Parameter(param.detach()[:, : state["exp_avg"].shape[1]].clone())
+    other = Mars([smaller], lr=1e-3, state_dtype="8bit")
+    before = smaller.detach().clone()
+    smaller.grad = torch.randn_like(smaller)
+    if where == "live" and surgery == "no scales":
+        pytest.skip("a state without scales is made anew")
+    with pytest.raises(UnfitStateError, match=f"^the (saved )?state of a parameter of shape .*{line}") as error:
+        if where == "loaded":
+            saved = mars.state_dict()
+            other.load_state_dict({**saved, "state": {0: state}})
+        else:
+            other.state[smaller] = state
+            other.step()
+    assert "\n" not in str(error.value) and torch.equal(smaller, before)
+
+
+def test_surgery_on_whole_blocks_is_taken():
+    """Rows, and columns by blocks, together with their scales."""
+    param, mars = of_8_bits()
+    state = cut(mars.state[param], slice(64, 192))
+    state |= {key: state[key][:, 1:].clone() for key in SCALES.values()}
+    smaller = nn.Parameter(param.detach()[:, 64:].clone())
+    other = Mars([smaller], lr=1e-3, state_dtype="8bit")
+    other.state[smaller] = state
+    expected = decoded(mars.state[param], "exp_avg")[:, 64:]
+    assert torch.equal(decoded(state, "exp_avg"), expected)
+    stepped(smaller, torch.zeros_like(smaller), other)
+
+
+def test_a_tensor_cut_below_the_smallest_takes_float32():
+    param, mars = of_8_bits()
+    state = {key: value if key == "step" else value[:20].clone() for key, value in mars.state[param].items()}
+    smaller = nn.Parameter(param.detach()[:20].clone())
+    other = Mars([smaller], lr=1e-3, state_dtype="8bit")
+    other.state[smaller] = state
+    expected = decoded(state, "last_grad")
+    smaller.grad = torch.zeros_like(smaller)
+    assert expected.any()
+    other.step()
+    assert other.state[smaller]["exp_avg"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_what_is_stored_fits(fused):
+    """What refuses the codes of others takes all of ours, of any size."""
+    param = nn.Parameter(torch.zeros(64, 128))
+    mars = Mars([param], lr=1e-3, clip_threshold=None, state_dtype="8bit", fused=fused)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(100):
+        sizes = 10.0 ** torch.randint(-30, 17, (64, 1), generator=generator)
+        stepped(param, torch.randn(64, 128, generator=generator) * sizes, mars)
+        state = mars.state[param]
+        assert all(Coded(state[key], state[SCALES[key]]).fits() for key in KEYS)
+        assert Mars([nn.Parameter(torch.zeros(64, 128))], state_dtype="8bit").load_state_dict(mars.state_dict()) is None
+
+
+def test_states_are_looked_at_once(monkeypatch):
+    """What a step has left is not read again in the next one."""
+    looked = []
+    monkeypatch.setattr(Coded, "fits", lambda self: looked.append(self) or True)
+    param, mars = of_8_bits()
+    assert len(looked) == 3
+    mars.state[param]["exp_avg"] = mars.state[param]["exp_avg"].clone()
+    stepped(param, torch.randn_like(param), mars)
+    assert len(looked) == 4
+
+
+# --- Kahan's compensation ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", ["8bit", None])
+def test_converted_compensation(to):
+    """Neither the weights nor what they stand for move, also where their sum is next to another bfloat16."""
+    torch.manual_seed(0)
+    values = torch.randn(64, 1024) * torch.exp(3 * torch.randn(64, 1024))
+    weight = values.bfloat16()
+    places = torch.arange(-128, 129) / 256  # of the last place: a half one is where sums round to the neighbour
+    place = torch.exp2(torch.floor(torch.log2(weight.abs().float())) - 7)
+    lost = (places[torch.randint(0, 257, weight.shape)] * place).bfloat16()
+    is_power = weight.abs() == place * 128  # of 2: places below it are half as large
+    lost = torch.where(is_power, 0, lost)
+    param = nn.Parameter(weight.clone())
+    form = None if to else "8bit"
+    mars = Mars([param], lr=0.0, rounding="kahan", state_dtype=form)
+    stepped(param, torch.zeros_like(param), mars)
+    state = mars.state[param]
+    if to:
+        state["compensation"].copy_(lost)
+    else:
+        state["compensation"].copy_(torch.randint(-128, 128, weight.shape))
+    held = held_by(param, state)
+    assert (held != weight.float()).float().mean() > 0.9
+    converted = Mars([nn.Parameter(weight.clone())], lr=0.0, rounding="kahan", state_dtype=to)
+    converted.load_state_dict(mars.state_dict())
+    other = converted.param_groups[0]["params"][0]
+    stepped(other, torch.zeros_like(param), converted)
+    new = converted.state[other]
+    assert new["compensation"].dtype == (torch.int8 if to else torch.bfloat16)
+    assert torch.equal(other, weight)
+    error = (held_by(other, new) - held).abs() / place
+    assert error.max() <= (1 / 256 if to else 1 / 512)
+
+
+def held_by(param: Tensor, state: dict[str, Any]) -> Tensor:
+    """Return what a weight and its compensation stand for."""
+    lost = state["compensation"]
+    return join_weight(param.detach(), lost) if lost.dtype == torch.int8 else param.detach().float() + lost.float()
+
+
+def test_transposed_weights_do_not_go_to_kernels():
+    """Their memory is not in rows, whose blocks have the scales."""
+    torch.manual_seed(0)
+    start = torch.randn(128, 80)
+    params = [nn.Parameter(start.T.clone(memory_format=torch.preserve_format)) for _ in range(2)]
+    optimizers = [
+        Mars([param], lr=1e-2, state_dtype="8bit", fused=fused)
+        for param, fused in zip(params, (True, False), strict=True)
+    ]
+    assert not params[0].is_contiguous()
+    for _ in range(3):
+        gradient = torch.randn(80, 128)
+        for param, mars in zip(params, optimizers, strict=True):
+            stepped(param, gradient.clone(), mars)
+    torch.testing.assert_close(*params, rtol=0, atol=1e-5)
+    one, two = (mars.state[param] for mars, param in zip(optimizers, params, strict=True))
+    torch.testing.assert_close(one["exp_avg_scale"], two["exp_avg_scale"])
+
+
+def test_scales_of_an_earlier_batch_go_with_its_gradients():
+    """Of a parameter that has no gradient in the first exact step, too."""
+    params = [nn.Parameter(torch.ones(64, 128)) for _ in range(2)]
+    mars = Mars(params, lr=1e-3, state_dtype="8bit")
+    for param in params:
+        param.grad = torch.ones_like(param)
+    mars.step()
+    mars.param_groups[0]["is_approx"] = False
+    params[1].grad = None
+    mars.update_previous_grad()
+    mars.update_last_grad()
+    assert "last_grad" in mars.state[params[0]]
+    assert not {"last_grad", "last_grad_scale"} & mars.state[params[1]].keys()
+    mars.step()
+    for param in params:
+        assert not {"last_grad", "last_grad_scale"} & mars.state[param].keys()

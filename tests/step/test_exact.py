@@ -232,3 +232,19 @@ def test_one_exact_group():
     assert "last_grad" not in optimizer.state[params[0]]
     assert "last_grad" in optimizer.state[params[1]]
     assert "previous_param" in optimizer.state[params[1]]  # the stale gradient of one depends on all
+
+
+def test_stale_gradients_of_an_earlier_batch_go():
+    """Also where this batch has none: nothing is corrected by a gradient of other data."""
+    params = make_params()
+    optimizer = Mars(params, **SETTINGS, is_approx=False)
+    behind(params, optimizer, range(2))
+    backward(params, 2)
+    optimizer.update_previous_grad()
+    optimizer.update_last_grad()
+    assert all("last_grad" in optimizer.state[param] for param in params[:2])
+    backward(params, 3)
+    params[0].grad = None
+    optimizer.update_previous_grad()
+    optimizer.update_last_grad()
+    assert "last_grad" not in optimizer.state[params[0]] and "last_grad" in optimizer.state[params[1]]

@@ -13,7 +13,9 @@ from helpers import equal, fused_and_plain, needs_compiler
 from torch import nn
 
 from mars_hf import Mars
+from mars_hf.arithmetic.eight_bits import Coded
 from mars_hf.kernels import Backend
+from mars_hf.step.last_norms import LastNorms
 
 SHAPES = ((30, 20), (8, 5), (16, 9))
 SIZES = (0.001, 0.01, 3.0)  # of gradients: only the last is clipped
@@ -153,3 +155,26 @@ def test_inference_mode_and_largest_threshold(form, mode, fused):
                 mars.step()
         ends.append([param.detach() for param in params])
     assert equal(*ends)
+
+
+def test_last_gradients_that_8_bits_have_rounded_up():
+    """The bound holds for what is stored, which is up to a sixteenth longer than the gradient was."""
+    tried = torch.linspace(0.5, 0.99, 500).unsqueeze(1).expand(500, 64).clone()
+    tried[:, 0] = 1.0  # the scale
+    growth, best = (stored(tried).decode() / tried).max(0)  # each element of a block has a threshold of its own
+    last = tried[best, torch.arange(64)].where((growth > 1.03) | (growth == growth[0]), 0.0).repeat(64, 1)
+    codes = stored(last)
+    assert codes.decode().norm() > 1.03 * last.norm()
+    for k in (0.5, 19.0):
+        threshold = 1.5 * k * float(last.norm())
+        norms = LastNorms()
+        norms.remember([codes.codes], last.norm().square().double().view(1))
+        (bound,) = norms.clip_bounds([codes.codes], threshold, k)
+        longest = (1 + k) * bound**0.5 + k * float(codes.decode().norm())
+        assert 0.9 * threshold < longest <= threshold
+
+
+def stored(values: torch.Tensor) -> Coded:
+    codes = Coded(torch.zeros(values.shape, dtype=torch.int8), torch.zeros(len(values), 1))
+    codes.encode(values, 1)
+    return codes

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import fused_and_plain, newton_schulz_in
+from helpers import fused_and_plain, gpt2, newton_schulz_in
 from test_formulas import references
 from torch import Tensor, nn
 
@@ -204,3 +204,29 @@ def test_metrics_change_nothing_at_rest():
         return params
 
     assert all(map(torch.equal, run(True), run(False)))
+
+
+@pytest.mark.parametrize("mars_type", ["mars-m", "mars-shampoo"])
+def test_a_row_at_rest_with_normalized_rows(mars_type):
+    """An output without gradient, whose mean square is 0, stays finite, and so do the others."""
+    (param,) = made((6, 4))
+    optimizer = Mars([param], lr=0.1, mars_type=mars_type, normalize_rows=0.9, ns_dtype="float32")
+    gradient = draw(6, 4, seed=1)
+    gradient[2] = 0
+    before = param.detach().clone()
+    for _ in range(3):
+        step(optimizer, gradient)
+    assert param.isfinite().all() and optimizer.state[param]["row_avg_sq"][2] < 1e-12
+    assert (param[[0, 1, 3, 4, 5]] != before[[0, 1, 3, 4, 5]]).any(1).all()
+
+
+def test_rows_are_counted_in_the_layout():
+    """GPT-2 stores (inputs, outputs), query, key and value in one: a row is an output."""
+    model = gpt2()
+    mars = create(model, lr=1e-3, mars_type="mars-m", normalize_rows=0.9)
+    for param in model.parameters():
+        param.grad = torch.randn_like(param)
+    mars.step()
+    block = model.transformer.h[0]
+    for layer in (block.attn.c_attn, block.mlp.c_fc, block.mlp.c_proj):
+        assert mars.state[layer.weight]["row_avg_sq"].shape == (layer.weight.shape[1],)

@@ -360,3 +360,93 @@ def test_turning_clipping_off_keeps_the_form_of_the_state():
         train(model, optimizer, 3, start=3)
         runs.append(list(model.parameters()))
     assert equal(*runs)
+
+
+# --- what a loaded state lacks ----------------------------------------------------------------------------------------
+
+
+NEWER = ("weight_decay_mode", "normalize_rows", "ns_coefficients", "rounding", "state_dtype", "optimize_1d")
+
+
+def of_an_earlier_version(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return groups as they were before some settings were there."""
+    return [{key: value for key, value in group.items() if key not in NEWER} for group in groups]
+
+
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-m"])
+@pytest.mark.parametrize("how", ["state_dict", "pickle", "deepcopy"])
+def test_a_state_of_an_earlier_version(how, mars_type):
+    """Settings that it lacks take their defaults, not those of the optimizer that loads, and the run goes on."""
+    torch.manual_seed(0)
+    model = nn.Linear(6, 5)
+    mars = mars_hf.create(model, lr=1e-2, mars_type=mars_type)
+    gradients = [[torch.randn_like(param) for param in model.parameters()] for _ in range(3)]
+
+    def step(model: nn.Module, mars: Mars, index: int) -> None:
+        for param, gradient in zip(model.parameters(), gradients[index], strict=True):
+            param.grad = gradient.clone()
+        mars.step()
+
+    step(model, mars, 0)
+    other = copy.deepcopy(model)
+    if how == "state_dict":
+        saved = mars.state_dict()
+        saved["param_groups"] = of_an_earlier_version(saved["param_groups"])
+        again = mars_hf.create(other, lr=1e-2, mars_type=mars_type, weight_decay_mode="cautious")
+        again.load_state_dict(saved)
+    else:
+        old = copy.deepcopy(mars)
+        old.param_groups = of_an_earlier_version(old.param_groups)
+        old.defaults = {key: value for key, value in old.defaults.items() if key not in NEWER}
+        again = pickle.loads(pickle.dumps(old)) if how == "pickle" else copy.deepcopy(old)
+        params = [param for group in again.param_groups for param in group["params"]]
+        other.weight, other.bias = params
+    for index in (1, 2):
+        step(model, mars, index)
+        step(other, again, index)
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+    assert again.param_groups[0]["weight_decay_mode"] == "standard"
+    again.add_param_group({"params": [nn.Parameter(torch.ones(2))], "role": "vector"})
+    assert again.param_groups[-1].keys() >= set(NEWER) and "rule" in repr(again)
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        (lambda group: {"params": []}, "^param group 0 of this state is empty: it has neither parameters nor settings"),
+        (lambda group: {"params": [0], "lr": 1.0}, "^param group 0 of this state has no 'role', so another optimizer"),
+        (lambda group: {key: group[key] for key in group if key != "lr"}, "^param group 0 of this state has no 'lr'"),
+    ],
+)
+def test_groups_that_cannot_be_loaded(change, line):
+    params = [nn.Parameter(torch.ones(4, 4))]
+    mars = Mars(params, lr=1e-2)
+    params[0].grad = torch.ones(4, 4)
+    mars.step()
+    saved = mars.state_dict()
+    saved["param_groups"][0] = change(saved["param_groups"][0])
+    with pytest.raises(ValueError, match=line):
+        Mars([nn.Parameter(torch.ones(4, 4))], lr=1e-2).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("state_dtype", [None, "8bit"])
+def test_states_on_another_device(state_dtype):
+    """A model that has moved is not called resized, and nothing is said of ZeRO."""
+    param = nn.Parameter(torch.ones(64, 64))
+    mars = Mars([param], lr=1e-2, state_dtype=state_dtype)
+    param.grad = torch.ones(64, 64)
+    mars.step()
+    mars.state[param] = {key: value if key == "step" else value.to("meta") for key, value in mars.state[param].items()}
+    with pytest.raises(RuntimeError, match=r"on meta, another device: .*state\[key\]\.to\(param\.device\)") as error:
+        mars.step()
+    assert "resized" not in str(error.value) and "ZeRO" not in str(error.value)
+
+
+def test_states_of_another_shape_are_called_resized():
+    param = nn.Parameter(torch.ones(64, 64))
+    mars = Mars([param], lr=1e-2)
+    param.grad = torch.ones(64, 64)
+    mars.step()
+    other = nn.Parameter(torch.ones(65, 64))
+    with pytest.raises(ValueError, match=r"not the parameter's shape\. A model that has been resized since"):
+        Mars([other], lr=1e-2).load_state_dict(mars.state_dict())

@@ -22,6 +22,8 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
 from transformers.optimization import GreedyLR
 
 import mars_hf
+from mars_hf import Mars
+from mars_hf.groups import saved_settings
 from mars_hf.training import guard
 
 
@@ -432,3 +434,63 @@ def test_truncated_files_are_named(two_checkpoints, tmp_path, name, part):
     file.write_bytes(content[: int(part * len(content))])
     with pytest.raises(ValueError, match=rf"checkpoint-4/{name} is damaged: .*Resume from another checkpoint"):
         resume(file.parent)
+
+
+# --- a checkpoint's settings ------------------------------------------------------------------------------------------
+
+
+def followed(saved: dict[str, Any], **settings: Any) -> tuple[list[str], Mars]:
+    """Return what is said of a checkpoint's settings, and the optimizer that has taken its state."""
+    weight = nn.Parameter(torch.ones(2, 2))
+    model = nn.ParameterDict({"weight": weight})
+    mars = mars_hf.create(model, lr=1e-2, **settings)
+    weight.grad = torch.ones(2, 2)
+    mars.step()
+    state = TrainerState(stateful_callbacks={"mars_hf": {"mars_type": "mars-adamw", "create": saved}})
+    lines = guard.follow_checkpoint(state, mars)
+    kept = state.stateful_callbacks["mars_hf"]["create"]
+    assert kept == saved_settings.to_json(mars.created_with)
+    return lines, mars
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "kept"),
+    [
+        ({}, {"state_dtype": "8bit"}, "8bit"),
+        ({"state_dtype": "8bit"}, {}, None),
+        ({"state_dtype": "8bit"}, {"state_dtype": "bfloat16"}, "bfloat16"),
+        ({"state_dtype": "8bit"}, {"state_dtype": "8bit"}, "8bit"),
+    ],
+    ids=str,
+)
+def test_state_dtype_of_a_checkpoint_does_not_win(before, now, kept):
+    """Loading converts states to the run's own form: mars.json says so, and no line says the opposite."""
+    lines, mars = followed(saved_settings.to_json({"lr": 1e-2, **before}), **now)
+    assert lines == [] and mars.created_with["state_dtype"] == kept
+
+
+def test_state_dtypes_of_overrides_do_not_win():
+    rules = [("weight", {"state_dtype": "8bit", "eps": 1e-6})]
+    saved = saved_settings.to_json({"lr": 1e-2, "param_rules": rules})
+    own = [("weight", {"state_dtype": "float32", "eps": 1e-6})]
+    lines, mars = followed(saved, param_rules=own)
+    assert lines == [] and mars.created_with["param_rules"][0].settings["state_dtype"] == "float32"
+
+
+def test_other_state_dtypes_of_a_checkpoint_win():
+    saved = saved_settings.to_json({"lr": 1e-2, "state_dtype": "bfloat16"})
+    lines, mars = followed(saved)
+    assert mars.created_with["state_dtype"] == "bfloat16"
+    (line,) = lines
+    assert "state_dtype=bfloat16 (given: None)" in line
+
+
+def test_settings_that_an_earlier_version_did_not_have():
+    saved = saved_settings.to_json({"lr": 1e-2})
+    del saved["weight_decay_mode"], saved["normalize_rows"]
+    lines, mars = followed(saved, weight_decay_mode="cautious")
+    assert mars.created_with["weight_decay_mode"] == "standard"
+    assert lines == [
+        "resuming with the checkpoint's weight_decay_mode=standard (given: cautious); to change one, start a new run "
+        "from the model"
+    ]
