@@ -351,9 +351,6 @@ def test_a_process_of_several_ends_before_the_interpreter(processes, last, tmp_p
     ("recipe", "own", "inherited", "base"),
     [
         ("pretrain_gpt2", "--n_layer", "--learning_rate", "TrainingArguments"),
-        ("finetune_lm", "--block_size", "--learning_rate", "TrainingArguments"),
-        ("finetune_vit", "--image_column", "--learning_rate", "TrainingArguments"),
-        ("sft_lora", "--lora_r", "--max_length", "SFTConfig"),
     ],
 )
 def test_help_sets_own_options_apart(recipe, own, inherited, base, capsys):
