@@ -87,7 +87,8 @@ def losses(trainer) -> tuple[float, float]:
 def test_small_job_without_model_and_data(name, tmp_path, monkeypatch, capsys):
     """It says first what it trains and how long that takes, trains by MARS, and says what came out and where it is."""
     monkeypatch.chdir(tmp_path)
-    trainer = RECIPES[name].main([*QUIET, "--max_steps", "12", "--logging_steps", "6"])
+    steps = "60" if name == "finetune_vit" else "12"
+    trainer = RECIPES[name].main([*QUIET, "--max_steps", steps, "--logging_steps", "6"])
     lines = capsys.readouterr().out.strip().splitlines()
     assert "random weights" in lines[0] and "minute" in lines[0] and "two CPU cores" in lines[0]
     before, after = losses(trainer)
@@ -259,7 +260,7 @@ def test_resume_to_the_bit(name, base, data, tmp_path):
 @pytest.mark.multiprocess
 @pytest.mark.parametrize("name", RECIPES)
 def test_two_processes(name, base, data, tmp_path):
-    words = [*FEW, "--max_steps", 3, "--output_dir", tmp_path / "two", "--dataset_name"]
+    words = [*FEW, "--max_steps", 3, "--logging_steps", 1, "--output_dir", tmp_path / "two", "--dataset_name"]
     words.append(data / {"finetune_lm": "txt", "sft_lora": "prompts", "finetune_vit": "images"}[name])
     if name != "finetune_vit":
         words += ["--model_name_or_path", base]
