@@ -70,11 +70,11 @@ def main(argv: list[str] | None = None) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype="float32")
     size = args.block_size or model.config.max_position_embeddings
     if args.use_peft:
-        settings = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+        settings: dict[str, Any] = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
         model = get_peft_model(model, LoraConfig(r=args.lora_r, lora_alpha=args.lora_alpha, **settings))
     train_text, held_out_text = load(args.dataset_name)
     held_out = blocks(held_out_text, tokenizer, size)[: args.max_eval_blocks]
-    trainer = Trainer(model, training, default_data_collator, blocks(train_text, tokenizer, size), held_out)
+    trainer: Any = Trainer(model, training, default_data_collator, blocks(train_text, tokenizer, size), held_out)
     result = trainer.train()
     metrics = {"steps": trainer.state.global_step, "train_loss": result.training_loss, **trainer.evaluate()}
     if not math.isfinite(metrics["eval_loss"]):

@@ -24,7 +24,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GPT2Config,
-    GPT2TokenizerFast,
+    GPT2Tokenizer,
     HfArgumentParser,
     Trainer,
     TrainingArguments,
@@ -92,9 +92,9 @@ def load_model(args: Arguments, documents: DatasetDict) -> tuple[Any, Any]:
         except OSError as error:
             raise ValueError(f"--model_name_or_path {path}: {error}") from error
     text = documents["train"][:10_000][args.text_column]
-    tokenizer = GPT2TokenizerFast().train_new_from_iterator(text, vocab_size=1024)
-    sizes = {"vocab_size": len(tokenizer), "n_positions": 64, "n_layer": 2, "n_head": 4, "n_embd": 128}
-    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    tokenizer = GPT2Tokenizer().train_new_from_iterator(text, vocab_size=1024)
+    sizes: dict[str, Any] = {"vocab_size": len(tokenizer), "n_positions": 64, "n_layer": 2, "n_head": 4, "n_embd": 128}
+    ends: dict[str, Any] = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     model = AutoModelForCausalLM.from_config(GPT2Config(initializer_range=0.1, **sizes, **ends))
     model.loss_type = "ForCausalLM"  # or transformers warns
     return model, tokenizer
@@ -144,7 +144,8 @@ def build(args: Arguments, training: TrainingArguments) -> Trainer:
 def main(argv: list[str] | None = None) -> Trainer:
     """Train, evaluate and save; `argv` is the command line without the program's name."""
     mars_hf.register()  # --optim mars_adamw and the other names
-    parser = HfArgumentParser((Arguments, TrainingArguments), prog="finetune_lm.py", usage=argparse.SUPPRESS)
+    kinds: Any = (Arguments, TrainingArguments)
+    parser = HfArgumentParser(kinds, prog="finetune_lm.py", usage=argparse.SUPPRESS)
     parser.set_defaults(output_dir="finetuned-lm", optim="mars_adamw", learning_rate=None, lr_scheduler_type="cosine")
     parser.set_defaults(warmup_steps=0.05, per_device_train_batch_size=16, logging_steps=25, eval_on_start=True)
     try:
@@ -156,7 +157,7 @@ def main(argv: list[str] | None = None) -> Trainer:
         if training.optim_args is None and training.optim.startswith("mars_"):
             training.optim_args = "adamw_rates=true"
             training.optim_args += ",beta1=0.9,beta2=0.999" if training.optim == "mars_adamw" else ""  # AdamW's
-        trainer = build(args, training)
+        trainer: Any = build(args, training)
     except (ValueError, OSError, RuntimeError) as error:
         parser.error(" ".join(str(error).split()))
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)

@@ -96,7 +96,7 @@ def load_model(args: Arguments, labels: list[str]) -> tuple[Any, Any]:
         except OSError as error:
             raise ValueError(f"--model_name_or_path {path}: {error}") from error
     size, patch = (32, 4) if args.dataset_name else (8, 2)
-    sizes = {"image_size": size, "patch_size": patch, "hidden_size": 64, "intermediate_size": 256}
+    sizes: dict[str, Any] = {"image_size": size, "patch_size": patch, "hidden_size": 64, "intermediate_size": 256}
     model = ViTForImageClassification(ViTConfig(**sizes, num_hidden_layers=2, num_attention_heads=4, **names))
     return model, ViTImageProcessor(size={"height": size, "width": size})
 
@@ -119,6 +119,9 @@ def build(args: Arguments, training: TrainingArguments) -> Trainer:
         images = [image.convert("RGB") for image in rows[args.image_column_name]]
         return {**processor(images, return_tensors="pt"), "labels": rows[args.label_column_name]}
 
+    def accuracy(found: Any) -> dict[str, float]:
+        return {"accuracy": float((found.predictions.argmax(-1) == found.label_ids).mean())}
+
     return Trainer(
         model,
         training,
@@ -126,14 +129,15 @@ def build(args: Arguments, training: TrainingArguments) -> Trainer:
         train.with_transform(pixels),
         held_out.with_transform(pixels),
         processor,
-        compute_metrics=lambda found: {"accuracy": float((found.predictions.argmax(-1) == found.label_ids).mean())},
+        compute_metrics=accuracy,
     )
 
 
 def main(argv: list[str] | None = None) -> Trainer:
     """Train, evaluate and save; `argv` is the command line without the program's name."""
     mars_hf.register()  # --optim mars_m and the other names
-    parser = HfArgumentParser((Arguments, TrainingArguments), prog="finetune_vit.py", usage=argparse.SUPPRESS)
+    kinds: Any = (Arguments, TrainingArguments)
+    parser = HfArgumentParser(kinds, prog="finetune_vit.py", usage=argparse.SUPPRESS)
     parser.set_defaults(output_dir="finetuned-vit", optim="mars_m", learning_rate=None, lr_scheduler_type="cosine")
     parser.set_defaults(warmup_steps=0.05, per_device_train_batch_size=32, num_train_epochs=None, logging_steps=50)
     parser.set_defaults(eval_on_start=True, remove_unused_columns=False)
@@ -148,7 +152,7 @@ def main(argv: list[str] | None = None) -> Trainer:
         if training.optim_args is None and training.optim.startswith("mars_"):
             training.optim_args = "adamw_rates=true"
             training.optim_args += ",beta1=0.9,beta2=0.999" if training.optim == "mars_adamw" else ""  # AdamW's
-        trainer = build(args, training)
+        trainer: Any = build(args, training)
     except (ValueError, OSError, RuntimeError) as error:
         parser.error(" ".join(str(error).split()))
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)

@@ -151,7 +151,8 @@ def build(args: Arguments, training: TrainingArguments) -> Trainer:
 def main(argv: list[str] | None = None) -> None:
     """Train, evaluate and save; `argv` is the command line without the program's name."""
     mars_hf.register()  # --optim mars_m and the other names
-    parser = HfArgumentParser((Arguments, TrainingArguments), prog="pretrain_minimal.py", usage=argparse.SUPPRESS)
+    kinds: Any = (Arguments, TrainingArguments)
+    parser = HfArgumentParser(kinds, prog="pretrain_minimal.py", usage=argparse.SUPPRESS)
     # The rate is published for mars_m and mars_adamw on GPT-2 small; AdamW's is a tenth.
     parser.set_defaults(output_dir="pretrained", optim="mars_m", learning_rate=6e-3, weight_decay=0.01)
     parser.set_defaults(lr_scheduler_type="cosine", logging_steps=10)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset, DatasetDict, load_dataset
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2TokenizerFast, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2Tokenizer, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 from trl import (
     ModelConfig,
@@ -80,7 +80,7 @@ def load_data(args: ScriptArguments) -> tuple[Dataset, Dataset]:
 def load_model(args: ModelConfig, rows: Dataset) -> tuple[Any, Any]:
     """Return the model and its tokenizer."""
     if path := args.model_name_or_path:
-        settings = {"revision": args.model_revision, "dtype": args.dtype}
+        settings: dict[str, Any] = {"revision": args.model_revision, "dtype": args.dtype}
         settings |= {"attn_implementation": args.attn_implementation}
         if quantization := get_quantization_config(args):  # --load_in_4bit true
             settings |= {"quantization_config": quantization}
@@ -89,16 +89,16 @@ def load_model(args: ModelConfig, rows: Dataset) -> tuple[Any, Any]:
             return model, AutoTokenizer.from_pretrained(path, revision=args.model_revision)
         except OSError as error:
             raise ValueError(f"--model_name_or_path {path}: {error}") from error
-    tokenizer = GPT2TokenizerFast().train_new_from_iterator(map(str, rows), vocab_size=512)
+    tokenizer = GPT2Tokenizer().train_new_from_iterator(map(str, rows), vocab_size=512)
     tokenizer.pad_token, tokenizer.chat_template = tokenizer.eos_token, CHAT_TEMPLATE
-    sizes = {"vocab_size": len(tokenizer), "n_positions": 128, "n_layer": 2, "n_head": 4, "n_embd": 128}
-    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    sizes: dict[str, Any] = {"vocab_size": len(tokenizer), "n_positions": 128, "n_layer": 2, "n_head": 4, "n_embd": 128}
+    ends: dict[str, Any] = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     model = AutoModelForCausalLM.from_config(GPT2Config(initializer_range=0.1, **sizes, **ends))
     model.loss_type = "ForCausalLM"  # or transformers warns
     return model, tokenizer
 
 
-def build(data: ScriptArguments, training: SFTConfig, model_args: ModelConfig) -> tuple[SFTTrainer, dict[str, Any]]:
+def build(data: ScriptArguments, training: SFTConfig, model_args: ModelConfig) -> tuple[Any, dict[str, Any]]:
     """Return the Trainer and a held-out row; raise ValueError for wrong input."""
     if int(os.environ.get("WORLD_SIZE", "1")) != training.world_size:
         raise ValueError("the launched processes are not connected, so each would train alone; add --use_cpu true")
@@ -122,7 +122,7 @@ def build(data: ScriptArguments, training: SFTConfig, model_args: ModelConfig) -
     return trainer, held_out[0]
 
 
-def answer(trainer: SFTTrainer, row: dict[str, Any]) -> str:
+def answer(trainer: Any, row: dict[str, Any]) -> str:
     """Return the beginning of a row and what the model answers."""
     tokenizer = trainer.processing_class
     messages = row.get("prompt") or row.get("messages", [])[:-1] or row["text"][:50]
@@ -140,7 +140,8 @@ def answer(trainer: SFTTrainer, row: dict[str, Any]) -> str:
 def main(argv: list[str] | None = None) -> SFTTrainer:
     """Train, evaluate and save; `argv` is the command line without the program's name."""
     mars_hf.register()  # --optim mars_adamw and the other names
-    parser = TrlParser((ScriptArguments, ModelConfig, SFTConfig), prog="sft_lora.py", usage=argparse.SUPPRESS)
+    kinds: Any = (ScriptArguments, ModelConfig, SFTConfig)
+    parser = TrlParser(kinds, prog="sft_lora.py", usage=argparse.SUPPRESS)
     parser.set_defaults(output_dir="finetuned-lora", optim="mars_adamw", learning_rate=None, lr_scheduler_type="cosine")
     parser.set_defaults(warmup_steps=0.05, per_device_train_batch_size=16, logging_steps=25, eval_on_start=True)
     parser.set_defaults(

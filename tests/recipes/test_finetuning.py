@@ -21,7 +21,7 @@ from helpers import gpt2
 from peft import AutoPeftModelForCausalLM
 from PIL import Image
 from test_pretrain_gpt2 import equal_weights, launch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, GPT2TokenizerFast, pipeline
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, GPT2Tokenizer, pipeline
 
 import mars_hf
 from mars_hf.groups.suggest import suggest
@@ -36,7 +36,7 @@ TEXT = "for number in range(10):\n    print(number)\n"
 def base(tmp_path_factory) -> Path:
     """Save a random GPT-2 and a tokenizer."""
     folder = tmp_path_factory.mktemp("base")
-    tokenizer = GPT2TokenizerFast().train_new_from_iterator([TEXT, "say return None"], 300)
+    tokenizer = GPT2Tokenizer().train_new_from_iterator([TEXT, "say return None"], 300)
     ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     tokenizer.pad_token, tokenizer.chat_template = tokenizer.eos_token, sft_lora.CHAT_TEMPLATE
     gpt2(n_embd=32, n_positions=64, vocab_size=len(tokenizer), **ends).save_pretrained(folder)

@@ -14,7 +14,7 @@ import numpy as np
 import pretrain_minimal
 import pytest
 from test_pretrain_gpt2 import equal_weights, launch, weights
-from transformers import AutoTokenizer, GPT2TokenizerFast
+from transformers import AutoTokenizer, GPT2Tokenizer
 
 SCRIPT = Path(pretrain_minimal.__file__)
 VOCAB, BLOCK = 64, 16
@@ -91,7 +91,7 @@ def texts(tmp_path_factory) -> tuple[Path, Path]:
     texts = [f"def function_{number}():\n    return {number}\n" * 40 for number in range(3)]
     for number, text in enumerate(texts):
         (folder / f"{number}.txt").write_text(text)
-    GPT2TokenizerFast().train_new_from_iterator(texts, 300).save_pretrained(tokenizer)
+    GPT2Tokenizer().train_new_from_iterator(texts, 300).save_pretrained(tokenizer)
     return folder, tokenizer
 
 
