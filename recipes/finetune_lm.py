@@ -11,6 +11,7 @@ resumes from the newest checkpoint in `--output_dir`. For chats, and for LoRA, t
 """
 
 import argparse
+import math
 import os
 import random
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset, DatasetDict, load_dataset
+from datasets.exceptions import DatasetsError
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -158,20 +160,18 @@ def main(argv: list[str] | None = None) -> Trainer:
             training.optim_args = "adamw_rates=true"
             training.optim_args += ",beta1=0.9,beta2=0.999" if training.optim == "mars_adamw" else ""  # AdamW's
         trainer: Any = build(args, training)
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError, DatasetsError) as error:
         parser.error(" ".join(str(error).split()))
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     metrics = trainer.evaluate()
     trainer.save_model()
     trainer.save_state()
     trainer.save_metrics("eval", metrics)
-    before = next(row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row)
+    before = next((row["eval_loss"] for row in trainer.state.log_history if row["step"] == 0), math.nan)
     if trainer.is_world_process_zero():
         trainer.create_model_card(dataset=args.dataset_name)
         print(f"\nheld-out loss: {before:.3f} before, {metrics['eval_loss']:.3f} after")
-        print(
-            f"saved in {training.output_dir}; upload it by --push_to_hub true, or hf upload NAME {training.output_dir}"
-        )
+        print(f"saved in {training.output_dir}; --push_to_hub true, or hf upload NAME FOLDER, uploads it")
     if training.push_to_hub:
         trainer.push_to_hub(dataset=args.dataset_name)
     if training.world_size == 1:

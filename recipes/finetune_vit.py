@@ -11,6 +11,7 @@ TrainingArguments work; `--resume_from_checkpoint True` resumes from the newest 
 """
 
 import argparse
+import math
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+from datasets.exceptions import DatasetsError
 from transformers import (
     AutoImageProcessor,
     AutoModelForImageClassification,
@@ -153,18 +155,20 @@ def main(argv: list[str] | None = None) -> Trainer:
             training.optim_args = "adamw_rates=true"
             training.optim_args += ",beta1=0.9,beta2=0.999" if training.optim == "mars_adamw" else ""  # AdamW's
         trainer: Any = build(args, training)
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError, DatasetsError) as error:
         parser.error(" ".join(str(error).split()))
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     metrics = trainer.evaluate()
     trainer.save_model()
     trainer.save_state()
     trainer.save_metrics("eval", metrics)
-    before = next(row for row in trainer.state.log_history if "eval_loss" in row)
+    before = next((row for row in trainer.state.log_history if row["step"] == 0), {})
     if trainer.is_world_process_zero():
         trainer.create_model_card(dataset=args.dataset_name)
         for name in ("eval_loss", "eval_accuracy"):
-            print(f"held-out {name.removeprefix('eval_')}: {before[name]:.3f} before, {metrics[name]:.3f} after")
+            print(
+                f"held-out {name.removeprefix('eval_')}: {before.get(name, math.nan):.3f} before, {metrics[name]:.3f} after"
+            )
         print(
             f"saved in {training.output_dir}; upload it by --push_to_hub true, or hf upload NAME {training.output_dir}"
         )

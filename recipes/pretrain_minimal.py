@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from datasets import Dataset, load_dataset
+from datasets.exceptions import DatasetsError
 from transformers import (
     AutoTokenizer,
     GPT2Config,
@@ -159,7 +160,12 @@ def main(argv: list[str] | None = None) -> None:
     try:
         args, training = parser.parse_args_into_dataclasses(argv)
         trainer = build(args, training)
-    except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: --report_to names a tracker that is not here
+    except (
+        ValueError,
+        OSError,
+        RuntimeError,
+        DatasetsError,
+    ) as error:  # RuntimeError: --report_to names a tracker that is not here
         parser.error(" ".join(str(error).split()))
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     trainer.log_metrics("eval", trainer.evaluate())

@@ -12,6 +12,7 @@ MARS converts it. All flags of TRL's SFTConfig and ModelConfig work, `--config F
 """
 
 import argparse
+import math
 import os
 import random
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset, DatasetDict, load_dataset
+from datasets.exceptions import DatasetsError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2Tokenizer, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 from trl import (
@@ -125,7 +127,7 @@ def build(data: ScriptArguments, training: SFTConfig, model_args: ModelConfig) -
 def answer(trainer: Any, row: dict[str, Any]) -> str:
     """Return the beginning of a row and what the model answers."""
     tokenizer = trainer.processing_class
-    messages = row.get("prompt") or row.get("messages", [])[:-1] or row["text"][:50]
+    messages = row.get("prompt") or row.get("messages", [])[:-1] or row.get("messages") or row["text"][:50]
     if isinstance(messages, str):
         inputs = tokenizer(messages, return_tensors="pt")
     else:
@@ -158,18 +160,20 @@ def main(argv: list[str] | None = None) -> SFTTrainer:
             training.optim_args = "adamw_rates=true"
             training.optim_args += ",beta1=0.9,beta2=0.999" if training.optim == "mars_adamw" else ""  # AdamW's
         trainer, row = build(data, training, model_args)
-    except (ValueError, OSError, RuntimeError) as error:
+    except (ValueError, OSError, RuntimeError, DatasetsError) as error:
         parser.error(" ".join(str(error).split()))
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     metrics = trainer.evaluate()
     trainer.save_model()
     trainer.save_state()
     trainer.save_metrics("eval", metrics)
-    before = next(row for row in trainer.state.log_history if "eval_loss" in row)
+    before = next((row for row in trainer.state.log_history if row["step"] == 0), {})
     if trainer.is_world_process_zero():
         trainer.create_model_card(dataset_name=data.dataset_name)
         for name in ("eval_loss", "eval_mean_token_accuracy"):
-            print(f"held-out {name.removeprefix('eval_')}: {before[name]:.3f} before, {metrics[name]:.3f} after")
+            print(
+                f"held-out {name.removeprefix('eval_')}: {before.get(name, math.nan):.3f} before, {metrics[name]:.3f} after"
+            )
         print(
             f"saved in {training.output_dir}; upload it by --push_to_hub true, or hf upload NAME {training.output_dir}"
         )

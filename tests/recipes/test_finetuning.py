@@ -62,6 +62,7 @@ def data(tmp_path_factory) -> Path:
     (folder / "txt").mkdir()
     (folder / "txt" / "one.txt").write_text(TEXT * 60)
     (folder / "short.txt").write_text("say")
+    (folder / "torn.jsonl").write_text('{"text": "say"')
     for label, low in (("bright", 180), ("dark", 0)):
         (folder / "images" / label).mkdir(parents=True)
         for number, pixels in enumerate(np.random.default_rng(0).integers(low, low + 70, (20, 12, 12, 3), np.uint8)):
@@ -273,6 +274,7 @@ def test_two_processes(name, base, data, tmp_path):
     [
         ("finetune_lm", "--dataset_name gone", "gone"),
         ("finetune_lm", "--train_file gone.txt", "gone.txt"),
+        ("finetune_lm", "--train_file {data}/torn.jsonl", "error"),
         ("finetune_lm", "--model_name_or_path gone", "gone"),
         ("finetune_lm", "--train_file {data}/short.txt", "the text is shorter than two blocks of 64 tokens"),
         ("finetune_lm", "--dataset_name {data}/body", "--text_column text: the columns are body, other"),
