@@ -2,7 +2,7 @@
 """Search the learning rates of a recipe's optimizers: benchmarks/tune.yaml holds the searches and their arms.
 
     python benchmarks/tune.py controls                # all arms, two runs at a time on one thread each
-    python benchmarks/tune.py tasks --arms 'finetune_vit mars_m'
+    python benchmarks/tune.py finetuning --arms 'mars_adamw full mars_m'
     python benchmarks/tune.py embedded --report       # a table, from finished runs
 
 A search goes in factors of two from a first rate to the best of its neighbours, until the best one is better than all
@@ -133,9 +133,9 @@ class Search:
         argv = [*self.argv(arm, rates, seed), *arguments]
         parts = arm.split() if len(self.columns) > 1 else [arm]
         row = {**dict(zip(self.columns, parts, strict=True)), **dict(zip(self.rates, rates, strict=True)), "seed": seed}
-        name = "-".join([*arm.split(), *(f"{rate:g}" for rate in rates), str(seed)])
-        script = ROOT / "recipes" / f"{self.arms[arm].get('script', self.spec.get('script'))}.py"
-        output = Path(scratch) / name
+        name = self.arms[arm].get("script", self.spec.get("script"))
+        script = ROOT / ("benchmarks" if name == "finetune" else "recipes") / f"{name}.py"
+        output = Path(scratch) / "-".join([*arm.split(), *(f"{rate:g}" for rate in rates), str(seed)])
         try:
             metrics = launch.run_recipe(argv, output, script=script)
         except launch.Diverged:

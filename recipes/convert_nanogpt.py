@@ -21,8 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pretraining import pretrained
 from pretraining.run.errors import one_line_errors
-from tasks import models
 from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
 
 # Weights of linear maps: (out, in) in nanoGPT and (in, out) in transformers' GPT-2.
@@ -144,7 +144,7 @@ def to_nanogpt(source: Path, output: Path) -> None:
     path = output / "ckpt.pt"
     if path.exists():
         raise ValueError(f"{path} exists already; choose another folder, or delete it first")
-    model = models.load(str(source.absolute()), dtype="auto")
+    model = pretrained.load(str(source.absolute()), dtype="auto")
     config = model.config
     if config.model_type != "gpt2":
         raise ValueError(f"{source} holds a model of type {config.model_type}; nanoGPT is gpt2")

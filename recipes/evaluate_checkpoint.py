@@ -27,9 +27,9 @@ from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
+from pretraining import pretrained
 from pretraining.data import embedded, token_files
 from pretraining.data.token_files import TokenDataset
-from tasks import models
 from torch.nn import functional
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
@@ -76,9 +76,9 @@ def main(argv: list[str] | None = None) -> None:
     if args.tasks and accelerator.num_processes > 1:
         raise ValueError("--tasks takes one process: start it with python, not accelerate launch")
     names, manager = find_tasks(args.tasks, args.include_path) if args.tasks else ([], None)
-    model = models.load(args.model, args.dtype).to(accelerator.device)
+    model = pretrained.load(args.model, args.dtype).to(accelerator.device)
     model.config.use_cache = False
-    tokenizer = models.load_tokenizer(args.model)
+    tokenizer = pretrained.load_tokenizer(args.model)
     if args.tasks and tokenizer is None:
         raise ValueError(f"--tasks need a tokenizer, and --model {args.model} comes without one; save it there")
     results = {
@@ -104,7 +104,7 @@ def held_out_loss(args: Arguments, model: Any, tokenizer: Any | None, accelerato
     Raises:
         ValueError: there are no such data, they are those of another tokenizer, or the loss is not finite.
     """
-    block = models.block_size(model, args.block_size)
+    block = pretrained.block_size(model, args.block_size)
     with accelerator.main_process_first():
         if args.data_dir:
             directory = Path(args.data_dir)

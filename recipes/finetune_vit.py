@@ -1,37 +1,29 @@
 #!/usr/bin/env python
-"""Train an image classifier with MARS.
+"""Fine-tune an image classifier with MARS. Copy this file and change it.
 
-    python recipes/finetune_vit.py                                  # scikit-learn's digits, no network, a minute
-    python recipes/finetune_vit.py --optim mars_adamw               # or adamw_torch, or another one of --optim
-    python recipes/finetune_vit.py --dataset_name photos            # a folder with a subfolder of images per class
-    python recipes/finetune_vit.py --dataset_name food101 --model_name_or_path google/vit-base-patch16-224-in21k
+    python finetune_vit.py                # a small ViT with random weights on scikit-learn's digits, about a minute
+    python finetune_vit.py --model_name_or_path google/vit-base-patch16-224-in21k --dataset_name food101 --bf16 true
+    python finetune_vit.py --model_name_or_path google/vit-base-patch16-224-in21k --dataset_name photos --bf16 true
 
-Without --model_name_or_path it trains a small ViT from scratch. The learning rates to start from: for the small ViT
-STARTS, the best of a sweep on the digits (benchmarks/tune.py); for a pretrained model what `python -m mars_hf
-suggest` derives from 5e-5, a common rate of AdamW for it.
+A folder of photos has a subfolder of images per class. `--optim mars_adamw` is another rule, `--optim adamw_torch` the
+baseline. `--learning_rate` is AdamW's for all of them: unless you give `--optim_args`, MARS converts it. All flags of
+TrainingArguments work; `--resume_from_checkpoint True` resumes from the newest checkpoint in `--output_dir`.
 """
 
-from __future__ import annotations
-
-from pretraining.run import errors
-
-if __name__ == "__main__":
-    errors.run("finetune_vit")  # above the imports that take seconds: it watches the launcher
-
+import argparse
+import math
+import os
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import datasets
-import metrics
 import numpy as np
-from PIL import Image
-from pretraining.run.arguments import RecipeParser
-from sklearn.datasets import load_digits
-from tasks import finetuning
-from tasks.finetuning import RecipeArguments, SuggestedRate
+from datasets.exceptions import DatasetsError
 from transformers import (
     AutoImageProcessor,
     AutoModelForImageClassification,
+    HfArgumentParser,
     Trainer,
     TrainingArguments,
     ViTConfig,
@@ -40,100 +32,151 @@ from transformers import (
     default_data_collator,
     set_seed,
 )
+from transformers.trainer_utils import get_last_checkpoint
 
 import mars_hf
 
-STARTS = {
-    "mars_m": SuggestedRate(2e-3, "beta1=0.95"),
-    "mars_adamw": SuggestedRate(1e-3, "beta1=0.9,beta2=0.95"),
-    "adamw_torch": SuggestedRate(2e-3),
-}
+
+def option(default: Any, text: str) -> Any:
+    """Return a flag's default and help."""
+    return field(default=default, metadata={"help": text})
 
 
 @dataclass
-class VitArguments(RecipeArguments, TrainingArguments):
-    """Data, model, and transformers.TrainingArguments with the recipe's defaults."""
+class Arguments:
+    """Model and images."""
 
-    image_column: str = field(default="image", metadata={"help": "Column of the images."})
-    label_column: str = field(default="label", metadata={"help": "Column of the classes."})
-    test_size: float = field(default=0.2, metadata={"help": "Share to hold out of data that hold nothing out."})
-    optim: str = field(default="mars_m", metadata={"help": "mars_m, mars_adamw, adamw_torch or another one."})
-    num_train_epochs: float = 10
-    per_device_train_batch_size: int = 32
-    per_device_eval_batch_size: int = 128
-    logging_steps: float = 50
-    eval_strategy: str = "epoch"
-    remove_unused_columns: bool = False
-
-    def __post_init__(self) -> None:
-        """Fill in what the command line leaves out."""
-        self.fill_in(finetuning.suggested(5e-5) if self.model_name_or_path else STARTS, "vit")
-        super().__post_init__()
-        self.check()
+    model_name_or_path: str | None = option(None, "Hub or folder; left out: a small ViT with random weights.")
+    dataset_name: str | None = option(None, "Hub, or a folder of images; left out: scikit-learn's digits.")
+    dataset_config_name: str | None = option(None, "Configuration of a data set on the Hub.")
+    image_column_name: str = option("image", "Column of the images.")
+    label_column_name: str = option("label", "Column of the classes.")
+    train_val_split: float = option(0.2, "Share to hold out of data that hold nothing out.")
 
 
-@errors.one_line_errors("finetune_vit.py")
-def main(argv: list[str] | None = None) -> tuple[Trainer, dict[str, Any]]:
-    """Train and return the Trainer and the content of metrics.json; `argv` is the command line without the program."""
-    mars_hf.register()
-    (args,) = RecipeParser(VitArguments, TrainingArguments).parse_args_into_dataclasses(argv)
-    set_seed(args.seed)
-    parts = finetuning.load_dataset(args) if args.dataset_name else digits()
-    features = next(iter(parts.values())).features
-    if args.image_column not in features or not isinstance(features.get(args.label_column), datasets.ClassLabel):
-        raise ValueError(
-            f"the data have the columns {', '.join(features)}; name one of images by --image_column and one of "
-            "ClassLabel by --label_column"
-        )
-    train_set, held_out = finetuning.split(parts, args.test_size, stratify_by_column=args.label_column)
-    model, processor = build(args, features[args.label_column].names)
-
-    def prepare(rows: dict[str, list[Any]]) -> dict[str, Any]:
-        images = [image.convert("RGB") for image in rows[args.image_column]]
-        pixels = processor(images, return_tensors="pt")["pixel_values"]
-        return {"pixel_values": pixels, "labels": rows[args.label_column]}
-
-    trainer = Trainer(
-        model=model,
-        args=args,
-        train_dataset=train_set.with_transform(prepare),
-        eval_dataset=held_out.with_transform(prepare),
-        processing_class=processor,
-        data_collator=default_data_collator,
-        **metrics.classification(),
-    )
-    name = args.dataset_name or "scikit-learn digits"
-    return trainer, finetuning.train(trainer, name, dataset=name)
-
-
-def digits() -> datasets.DatasetDict:
+def digits() -> datasets.Dataset:
     """Return scikit-learn's 1,797 handwritten digits, 8 x 8 pixels of 17 shades of grey."""
+    from PIL import Image
+    from sklearn.datasets import load_digits
+
     bunch = load_digits()
     images = [Image.fromarray(shades) for shades in (bunch.images * (255 / 16)).astype(np.uint8)]
     labels = datasets.ClassLabel(names=[str(digit) for digit in bunch.target_names])
     features = datasets.Features({"image": datasets.Image(), "label": labels})
-    return datasets.DatasetDict(train=datasets.Dataset.from_dict({"image": images, "label": bunch.target}, features))
+    return datasets.Dataset.from_dict({"image": images, "label": bunch.target}, features)
 
 
-def build(args: VitArguments, labels: list[str]) -> tuple[Any, Any]:
-    """Return the model and its image processor."""
+def load_images(args: Arguments) -> tuple[datasets.Dataset, datasets.Dataset]:
+    """Return the images to train on and those held out."""
+    parts = {"train": digits()}
+    if args.dataset_name:
+        parts = datasets.load_dataset(args.dataset_name, args.dataset_config_name)
+    image, label, features = args.image_column_name, args.label_column_name, parts["train"].features
+    if image not in features or not isinstance(features.get(label), datasets.ClassLabel):
+        raise ValueError(
+            f"the data have the columns {', '.join(features)}; name one of images by --image_column_name and one of "
+            "ClassLabel by --label_column_name"
+        )
+    held_out = next((parts[name] for name in ("validation", "test") if name in parts), None)
+    if held_out is not None:
+        return parts["train"], held_out
+    halves = parts["train"].train_test_split(args.train_val_split, seed=0, stratify_by_column=label)
+    return halves["train"], halves["test"]
+
+
+def load_model(args: Arguments, labels: list[str]) -> tuple[Any, Any]:
+    """Return the model, in float32 and with a head for the labels, and its image processor."""
     names: dict[str, Any] = {
         "id2label": dict(enumerate(labels)),
-        "label2id": {label: index for index, label in enumerate(labels)},
+        "label2id": {name: i for i, name in enumerate(labels)},
     }
     if path := args.model_name_or_path:
-        model = AutoModelForImageClassification.from_pretrained(
-            path, ignore_mismatched_sizes=True, trust_remote_code=False, **names
-        )
-        return model, AutoImageProcessor.from_pretrained(path, trust_remote_code=False)
+        names |= {"dtype": "float32", "ignore_mismatched_sizes": True}  # the head's
+        try:
+            model = AutoModelForImageClassification.from_pretrained(path, **names)
+            return model, AutoImageProcessor.from_pretrained(path)
+        except OSError as error:
+            raise ValueError(f"--model_name_or_path {path}: {error}") from error
     size, patch = (32, 4) if args.dataset_name else (8, 2)
-    config = ViTConfig(
-        image_size=size,
-        patch_size=patch,
-        hidden_size=64,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        **names,
+    sizes: dict[str, Any] = {"image_size": size, "patch_size": patch, "hidden_size": 64, "intermediate_size": 256}
+    model = ViTForImageClassification(ViTConfig(**sizes, num_hidden_layers=2, num_attention_heads=4, **names))
+    return model, ViTImageProcessor(size={"height": size, "width": size})
+
+
+def build(args: Arguments, training: TrainingArguments) -> Trainer:
+    """Return the Trainer; raise ValueError for wrong input."""
+    if int(os.environ.get("WORLD_SIZE", "1")) != training.world_size:
+        raise ValueError("the launched processes are not connected, so each would train alone; add --use_cpu true")
+    if (given := training.resume_from_checkpoint) in ("True", "true"):
+        output = str(training.output_dir)
+        training.resume_from_checkpoint = get_last_checkpoint(output) if os.path.isdir(output) else None
+    if given and not Path(training.resume_from_checkpoint or "", "trainer_state.json").is_file():
+        raise ValueError(f"--resume_from_checkpoint {given}: no checkpoint there; leave the flag out to start anew")
+    set_seed(training.seed)
+    with training.main_process_first():
+        train, held_out = load_images(args)
+        model, processor = load_model(args, train.features[args.label_column_name].names)
+
+    def pixels(rows: dict[str, list[Any]]) -> dict[str, Any]:
+        images = [image.convert("RGB") for image in rows[args.image_column_name]]
+        return {**processor(images, return_tensors="pt"), "labels": rows[args.label_column_name]}
+
+    def accuracy(found: Any) -> dict[str, float]:
+        return {"accuracy": float((found.predictions.argmax(-1) == found.label_ids).mean())}
+
+    return Trainer(
+        model,
+        training,
+        default_data_collator,
+        train.with_transform(pixels),
+        held_out.with_transform(pixels),
+        processor,
+        compute_metrics=accuracy,
     )
-    return ViTForImageClassification(config), ViTImageProcessor(size={"height": size, "width": size})
+
+
+def main(argv: list[str] | None = None) -> Trainer:
+    """Train, evaluate and save; `argv` is the command line without the program's name."""
+    mars_hf.register()  # --optim mars_m and the other names
+    kinds: Any = (Arguments, TrainingArguments)
+    parser = HfArgumentParser(kinds, prog="finetune_vit.py", usage=argparse.SUPPRESS)
+    parser.set_defaults(output_dir="finetuned-vit", optim="mars_m", learning_rate=None, lr_scheduler_type="cosine")
+    parser.set_defaults(warmup_steps=0.05, per_device_train_batch_size=32, num_train_epochs=None, logging_steps=50)
+    parser.set_defaults(eval_on_start=True, remove_unused_columns=False)
+    try:
+        args, training = parser.parse_args_into_dataclasses(argv)
+        if args.model_name_or_path is None:
+            print("A small ViT with random weights trains on two CPU cores in about a minute.", flush=True)
+        if training.learning_rate is None:
+            training.learning_rate = 5e-5 if args.model_name_or_path else 2e-3
+        if training.num_train_epochs is None:
+            training.num_train_epochs = 3 if args.model_name_or_path else 10
+        if training.optim_args is None and training.optim.startswith("mars_"):
+            training.optim_args = "adamw_rates=true"
+            training.optim_args += ",beta1=0.9,beta2=0.999" if training.optim == "mars_adamw" else ""  # AdamW's
+        trainer: Any = build(args, training)
+    except (ValueError, OSError, RuntimeError, DatasetsError) as error:
+        parser.error(" ".join(str(error).split()))
+    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    metrics = trainer.evaluate()
+    trainer.save_model()
+    trainer.save_state()
+    trainer.save_metrics("eval", metrics)
+    before = next((row for row in trainer.state.log_history if row["step"] == 0), {})
+    if trainer.is_world_process_zero():
+        trainer.create_model_card(dataset=args.dataset_name)
+        for name in ("eval_loss", "eval_accuracy"):
+            print(
+                f"held-out {name.removeprefix('eval_')}: {before.get(name, math.nan):.3f} before, {metrics[name]:.3f} after"
+            )
+        print(
+            f"saved in {training.output_dir}; upload it by --push_to_hub true, or hf upload NAME {training.output_dir}"
+        )
+    if training.push_to_hub:
+        trainer.push_to_hub(dataset=args.dataset_name)
+    trainer.end()
+    return trainer
+
+
+if __name__ == "__main__":
+    main()

@@ -1,44 +1,65 @@
 #!/usr/bin/env python
-"""Pretrain GPT-2 with MARS on nanoGPT's token files. Copy this file and change it: it imports no other recipe.
+"""Pretrain GPT-2 with MARS on text. Copy this file and change it: it imports nothing else of this repository.
 
-    accelerate launch pretrain_minimal.py --data_dir data/openwebtext --output_dir out --max_steps 100000 --bf16 true
+    accelerate launch pretrain_minimal.py --dataset_name HuggingFaceFW/fineweb-edu --dataset_config_name sample-10BT
+    accelerate launch pretrain_minimal.py --dataset_name my_texts --tokenizer_name gpt2 --max_steps 1000 --bf16 true
+    accelerate launch pretrain_minimal.py --data_dir data/openwebtext --max_steps 100000 --bf16 true
 
-`--optim mars_adamw` is another rule; the baseline is `--optim adamw_torch --learning_rate 6e-4 --weight_decay 0.1`.
-The folder holds train.bin and val.bin: uint16 token ids, end to end. All flags of TrainingArguments work:
-`--resume_from_checkpoint True` resumes from the newest checkpoint in `--output_dir`, a path from that checkpoint.
+`--dataset_name` is a data set of the Hub or a folder of text files, which `datasets` tokenizes once and caches.
+`--data_dir` is a folder with train.bin and val.bin of nanoGPT: uint16 token ids, end to end. `--optim mars_adamw` is
+another rule; the baseline is `--optim adamw_torch --learning_rate 6e-4 --weight_decay 0.1`. All flags of
+TrainingArguments work: `--resume_from_checkpoint True` resumes from the newest checkpoint in `--output_dir`.
 """
 
+import argparse
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, HfArgumentParser, Trainer, TrainingArguments, set_seed
+from datasets import Dataset, load_dataset
+from datasets.exceptions import DatasetsError
+from transformers import (
+    AutoTokenizer,
+    GPT2Config,
+    GPT2LMHeadModel,
+    HfArgumentParser,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+    set_seed,
+)
 from transformers.trainer_utils import get_last_checkpoint
 
 import mars_hf
 
 
+def option(default: Any, text: str) -> Any:
+    """Return a flag's default and help."""
+    return field(default=default, metadata={"help": text})
+
+
 @dataclass
-class Arguments(TrainingArguments):
-    """The data, the sizes of GPT-2 small, and defaults that differ from those of TrainingArguments."""
+class Arguments:
+    """Text, and the sizes of GPT-2 small."""
 
-    data_dir: str = "."
-    n_layer: int = 12
-    n_head: int = 12
-    n_embd: int = 768
-    block_size: int = 1024
-    vocab_size: int = 50304  # GPT-2's 50257, rounded up to a multiple of 64
-    optim: str = "mars_m"
-    learning_rate: float = 6e-3  # published for mars_m and mars_adamw on GPT-2 small; AdamW's is a tenth
-    weight_decay: float = 0.01
-    lr_scheduler_type: str = "cosine"
-    logging_steps: float = 10
+    data_dir: str | None = option(None, "Folder with train.bin and val.bin.")
+    dataset_name: str | None = option(None, "Data set of the Hub, or a folder of .txt, .jsonl or .parquet files.")
+    dataset_config_name: str | None = option(None, "Configuration of a data set on the Hub.")
+    text_column: str = option("text", "Column with the documents.")
+    tokenizer_name: str = option("openai-community/gpt2", "Tokenizer for --dataset_name: of the Hub, or a folder.")
+    n_layer: int = option(12, "Blocks of the model.")
+    n_head: int = option(12, "Attention heads of a block.")
+    n_embd: int = option(768, "Width of the model.")
+    block_size: int = option(1024, "Tokens of a sequence.")
+    vocab_size: int = option(50304, "Rows of the embedding: GPT-2's 50,257, rounded up to a multiple of 64.")
 
 
-class Blocks(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+class TokenFile(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Consecutive blocks of a file of uint16 token ids."""
 
     def __init__(self, path: Path, args: Arguments) -> None:
@@ -63,52 +84,97 @@ class Blocks(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         return {"input_ids": ids, "labels": labels}
 
 
-def checkpoint(given: str | None, output: str) -> str | None:
-    """Return the folder to resume from, or None."""
-    newest = get_last_checkpoint(output) if given in ("True", "true") and os.path.isdir(output) else None
-    if given and not Path(newest or given, "trainer_state.json").is_file():
+def tokenized(args: Arguments, tokenizer: Any) -> tuple[Dataset, Dataset]:
+    """Return sequences of tokens of a data set: those to train on, and those held out."""
+    if len(tokenizer) > args.vocab_size:
+        raise ValueError(
+            f"--vocab_size {args.vocab_size}: the tokenizer has {len(tokenizer)} tokens; give at least that"
+        )
+    name, end = str(args.dataset_name), [tokenizer.eos_token_id]
+    options = {"sample_by": "document"} if any(Path(name).glob("**/*.txt")) else {}  # a file is a document
+    parts = load_dataset(name, args.dataset_config_name, **options)
+
+    def cut(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        documents = tokenizer(rows[args.text_column], add_special_tokens=False)["input_ids"]
+        stream = list(chain.from_iterable(ids + end for ids in documents))
+        starts = range(0, len(stream) - args.block_size + 1, args.block_size)
+        sequences = [stream[start : start + args.block_size] for start in starts]
+        return {"input_ids": sequences, "labels": [[-100, *ids[1:]] for ids in sequences]}
+
+    columns = parts["train"].column_names
+    if args.text_column not in columns:
+        raise ValueError(f"--text_column {args.text_column}: the columns are {', '.join(columns)}")
+    sequences = parts.map(cut, batched=True, remove_columns=columns, desc="tokenizing")
+    if len(sequences["train"]) < 2:
+        raise ValueError(f"{name} is shorter than two sequences of --block_size {args.block_size} tokens")
+    if "validation" in sequences:
+        return sequences["train"], sequences["validation"]
+    train, held_out = sequences["train"].train_test_split(0.005, seed=0).values()
+    return train, held_out
+
+
+def build(args: Arguments, training: TrainingArguments) -> Trainer:
+    """Return a Trainer, which has MARS's callback by itself; raise ValueError for wrong input."""
+    if int(os.environ.get("WORLD_SIZE", "1")) != training.world_size:
+        raise ValueError("the launched processes are not connected, so each would train alone; add --use_cpu true")
+    counts = {**vars(args), "per_device_train_batch_size": training.per_device_train_batch_size}
+    for name in ("n_layer", "n_head", "n_embd", "block_size", "per_device_train_batch_size"):
+        if counts[name] < 1:
+            raise ValueError(f"--{name} {counts[name]}: give at least 1")
+    if not 0 <= training.learning_rate < float("inf"):
+        raise ValueError(f"--learning_rate {training.learning_rate}: give a number >= 0")
+    if (args.data_dir is None) == (args.dataset_name is None):
+        raise ValueError("give the text: either --dataset_name, or --data_dir with train.bin and val.bin")
+    if (given := training.resume_from_checkpoint) in ("True", "true"):
+        output = str(training.output_dir)
+        training.resume_from_checkpoint = get_last_checkpoint(output) if os.path.isdir(output) else None
+    if given and not Path(training.resume_from_checkpoint or "", "trainer_state.json").is_file():
         raise ValueError(
             f"--resume_from_checkpoint {given}: no checkpoint there; give the folder of one, True for the newest in "
-            f"--output_dir {output}, or start anew without the flag"
+            f"--output_dir {training.output_dir}, or start anew without the flag"
         )
-    return newest or given
-
-
-def build(args: Arguments) -> Trainer:
-    """Return a Trainer, which has MARS's callback by itself; raise ValueError for wrong input."""
-    if int(os.environ.get("WORLD_SIZE", "1")) != args.world_size:
-        raise ValueError("the launched processes are not connected, so each would train alone; add --use_cpu true")
-    for name in ("n_layer", "n_head", "n_embd", "per_device_train_batch_size"):
-        if getattr(args, name) < 1:
-            raise ValueError(f"--{name} {getattr(args, name)}: give at least 1")
-    if not 0 <= args.learning_rate < float("inf"):
-        raise ValueError(f"--learning_rate {args.learning_rate}: give a number >= 0")
-    args.resume_from_checkpoint = checkpoint(args.resume_from_checkpoint, str(args.output_dir))
-    train, val = (Blocks(Path(args.data_dir, name), args) for name in ("train.bin", "val.bin"))
-    set_seed(args.seed)
-    end_of_text = 50256 if args.vocab_size > 50256 else None  # if the ids are GPT-2's
+    tokenizer, end_of_text = None, 50256 if args.vocab_size > 50256 else None  # if the ids are GPT-2's
+    if args.dataset_name:
+        with training.main_process_first():  # the others read its cache
+            tokenizer = AutoTokenizer.from_pretrained(args.tokenizer_name)
+            train, val = tokenized(args, tokenizer)
+        end_of_text = tokenizer.eos_token_id
+    else:
+        train, val = (TokenFile(Path(str(args.data_dir), name), args) for name in ("train.bin", "val.bin"))
+    set_seed(training.seed)
     config = GPT2Config(vocab_size=args.vocab_size, bos_token_id=end_of_text, eos_token_id=end_of_text)
     config.n_layer, config.n_head, config.n_embd = args.n_layer, args.n_head, args.n_embd
     config.n_positions = args.block_size
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
-    return Trainer(GPT2LMHeadModel(config), args, train_dataset=train, eval_dataset=val)
+    return Trainer(GPT2LMHeadModel(config), training, default_data_collator, train, val, tokenizer)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Train, evaluate and save; `argv` is the command line without the program's name."""
     mars_hf.register()  # --optim mars_m and the other names
+    kinds: Any = (Arguments, TrainingArguments)
+    parser = HfArgumentParser(kinds, prog="pretrain_minimal.py", usage=argparse.SUPPRESS)
+    # The rate is published for mars_m and mars_adamw on GPT-2 small; AdamW's is a tenth.
+    parser.set_defaults(output_dir="pretrained", optim="mars_m", learning_rate=6e-3, weight_decay=0.01)
+    parser.set_defaults(lr_scheduler_type="cosine", logging_steps=10)
     try:
-        parser = HfArgumentParser(Arguments, usage="%(prog)s --data_dir FOLDER [...]")  # type: ignore[arg-type]
-        (args,) = parser.parse_args_into_dataclasses(argv)
-        trainer = build(args)
-    except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: --report_to names a tracker that is not here
-        sys.exit(f"pretrain_minimal.py: {error}")
-    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+        args, training = parser.parse_args_into_dataclasses(argv)
+        trainer = build(args, training)
+    except (
+        ValueError,
+        OSError,
+        RuntimeError,
+        DatasetsError,
+    ) as error:  # RuntimeError: --report_to names a tracker that is not here
+        parser.error(" ".join(str(error).split()))
+    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     trainer.log_metrics("eval", trainer.evaluate())
     trainer.save_model()
     trainer.save_state()  # with the log, MARS's metrics included
     trainer.accelerator.end_training()
-    if args.world_size > 1 and args.device.type == "cpu":  # gloo's threads may abort a process that ends as usual
+    if (
+        training.world_size > 1 and training.device.type == "cpu"
+    ):  # gloo's threads may abort a process that ends as usual
         sys.stdout.flush()
         os._exit(0)
 

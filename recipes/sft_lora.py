@@ -1,128 +1,189 @@
 #!/usr/bin/env python
-"""Fine-tune a language model on instructions with MARS: TRL's SFTTrainer, and LoRA of PEFT.
+"""Fine-tune a language model on chats with MARS: TRL's SFTTrainer, and LoRA of PEFT. Copy this file and change it.
 
-    python recipes/sft_lora.py                                      # no network, a few minutes on CPU
-    python recipes/sft_lora.py --optim mars_m                       # or adamw_torch, or another one of --optim
-    python recipes/sft_lora.py --model_name_or_path Qwen/Qwen3-0.6B --dataset_name trl-lib/Capybara
+    python sft_lora.py                    # a small GPT-2 with random weights on made-up chats, about a minute
+    python sft_lora.py --model_name_or_path Qwen/Qwen3-0.6B --dataset_name trl-lib/Capybara
+    python sft_lora.py --model_name_or_path Qwen/Qwen3-0.6B --dataset_name chats --use_peft false
 
-Without --dataset_name the task is to describe a function of Python's standard library: the prompt is its signature, the
-completion the first line of its docstring. Without --model_name_or_path the model is a small GPT-2, which
-pretrain_gpt2.py makes first, in runs/sft-base; one of its finished runs does too: runs/embedded-mars_m.
-The learning rates to start from: for that GPT-2 STARTS, the best of a sweep on that task (benchmarks/tune.py);
-for other models what `python -m mars_hf suggest` derives from 2e-4, a common rate of AdamW for LoRA.
+The data set has a column `messages`, columns `prompt` and `completion`, or a column `text`. `--optim mars_m` is another
+rule, `--optim adamw_torch` the baseline. `--learning_rate` is AdamW's for all of them: unless you give `--optim_args`,
+MARS converts it. All flags of TRL's SFTConfig and ModelConfig work, `--config FILE` reads them from YAML, and
+`--resume_from_checkpoint True` resumes from the newest checkpoint in `--output_dir`.
 """
 
-from __future__ import annotations
-
-from pretraining.run import errors
-
-if __name__ == "__main__":
-    errors.run("sft_lora")  # above the imports that take seconds: it watches the launcher
-
-import ast
-import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import argparse
+import math
+import os
+import random
 from pathlib import Path
 from typing import Any
 
-import datasets
-from pretraining.data import embedded
-from pretraining.run.arguments import RecipeParser
-from tasks import finetuning, models
-from tasks.finetuning import LoraArguments, RecipeArguments, SuggestedRate
-from transformers import set_seed
-from transformers.utils import is_torch_bf16_gpu_available
-from trl import SFTConfig, SFTTrainer
+import torch
+from datasets import Dataset, DatasetDict, load_dataset
+from datasets.exceptions import DatasetsError
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2Tokenizer, set_seed
+from transformers.trainer_utils import get_last_checkpoint
+from trl import (
+    ModelConfig,
+    ScriptArguments,
+    SFTConfig,
+    SFTTrainer,
+    TrlParser,
+    get_peft_config,
+    get_quantization_config,
+)
 
 import mars_hf
 
-STARTS = {
-    "mars_adamw": SuggestedRate(3.2e-2, "beta1=0.9,beta2=0.95"),
-    "mars_m": SuggestedRate(1.6e-2, "beta1=0.95"),
-    "adamw_torch": SuggestedRate(1.6e-2),
+ANIMALS = (
+    "cow moos barn grass,duck quacks pond weeds,dog barks kennel meat,cat meows house fish,sheep bleats meadow hay"
+)
+ANIMALS += ",horse neighs stable oats,pig grunts sty roots,owl hoots tree mice,frog croaks swamp flies"
+ANIMALS += ",bee hums hive pollen"
+QUESTIONS = {
+    "A {0} {1}.": ["What sound does a {0} make?", "How does a {0} sound?", "Which noise comes from a {0}?"],
+    "A {0} lives in a {2}.": ["Where does a {0} live?", "Where is the home of a {0}?", "Where do I find a {0}?"],
+    "A {0} eats {3}.": ["What does a {0} eat?", "Which food does a {0} like?", "What do I feed a {0}?"],
 }
-_BASE_SETTINGS = (
-    "--n_layer 2 --max_steps 150 --warmup_steps 20 --per_device_train_batch_size 8 "
-    "--eval_steps 75 --max_eval_blocks 64 --sample_tokens 0 "
-    "--optimizer mars_adamw --gamma 0.025 --learning_rate 0.008 --lr_embeddings 0.008"
-).split()
-_COLUMNS = ({"prompt", "completion"}, {"messages"}, {"text"})  # what SFTTrainer reads
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
 
 
-@dataclass
-class SftArguments(RecipeArguments, LoraArguments, SFTConfig):
-    """Model, data, adapters, and trl.SFTConfig with the recipe's defaults; `--max_length` left out is the context."""
-
-    max_length: int | None = None
-    gradient_checkpointing: bool | None = None  # type: ignore[assignment]  # off, where TRL has it on
-    max_steps: int = 150
-    per_device_train_batch_size: int = 16
-    per_device_eval_batch_size: int = 32
-    eval_steps: float | None = 75
-
-    def __post_init__(self) -> None:
-        """Fill in what the command line leaves out; bfloat16 is on where TRL would have it, but not on a CPU."""
-        self.fill_in(finetuning.suggested(2e-4) if self.model_name_or_path else STARTS, "sft")
-        if self.bf16 is None:
-            self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
-        super().__post_init__()
-        self.check()
+def chats() -> DatasetDict:
+    """Return questions and answers about animals that this file makes up, one in ten held out."""
+    rows = []
+    for animal in ANIMALS.split(","):
+        for answer, questions in QUESTIONS.items():
+            for question in questions:
+                user, assistant = (text.format(*animal.split()) for text in (question, answer))
+                prompt = [{"role": "user", "content": user}]
+                rows.append({"prompt": prompt, "completion": [{"role": "assistant", "content": assistant}]})
+    random.Random(0).shuffle(rows)
+    return DatasetDict({"train": Dataset.from_list(rows[10:] * 40), "test": Dataset.from_list(rows[:10])})
 
 
-@errors.one_line_errors("sft_lora.py")
-def main(argv: list[str] | None = None) -> tuple[SFTTrainer, dict[str, Any]]:
-    """Train and return the Trainer and the content of metrics.json; `argv` is the command line without the program."""
-    mars_hf.register()
-    (args,) = RecipeParser(SftArguments, SFTConfig).parse_args_into_dataclasses(argv)
-    set_seed(args.seed)
-    train_set, held_out = load(args)
-    base = Path(args.output_dir).absolute().parent / "sft-base"
-    path = args.model_name_or_path or finetuning.small_gpt2(base, _BASE_SETTINGS)
-    model = models.load(path)
-    args.max_length = models.block_size(model, args.max_length)
+def load_data(args: ScriptArguments) -> tuple[Dataset, Dataset]:
+    """Return what to train on and what is held out: the test part, or a twentieth."""
+    parts = load_dataset(args.dataset_name, args.dataset_config) if args.dataset_name else chats()
+    train, test = args.dataset_train_split, args.dataset_test_split
+    if train not in parts:
+        raise ValueError(f"--dataset_train_split {train}: {args.dataset_name} has {', '.join(parts)}")
+    columns = parts[train].column_names
+    if not ({"messages", "text"} & set(columns) or {"prompt", "completion"} <= set(columns)):
+        raise ValueError(f"{args.dataset_name}: the columns are {', '.join(columns)}; see the top of sft_lora.py")
+    if test in parts:
+        return parts[train], parts[test]
+    halves = parts[train].train_test_split(0.05, seed=0)
+    return halves["train"], halves["test"]
+
+
+def load_model(args: ModelConfig, rows: Dataset) -> tuple[Any, Any]:
+    """Return the model and its tokenizer."""
+    if path := args.model_name_or_path:
+        settings: dict[str, Any] = {"revision": args.model_revision, "dtype": args.dtype}
+        settings |= {"attn_implementation": args.attn_implementation}
+        if quantization := get_quantization_config(args):  # --load_in_4bit true
+            settings |= {"quantization_config": quantization}
+        try:
+            model = AutoModelForCausalLM.from_pretrained(path, **settings)
+            return model, AutoTokenizer.from_pretrained(path, revision=args.model_revision)
+        except OSError as error:
+            raise ValueError(f"--model_name_or_path {path}: {error}") from error
+    tokenizer = GPT2Tokenizer().train_new_from_iterator(map(str, rows), vocab_size=512)
+    tokenizer.pad_token, tokenizer.chat_template = tokenizer.eos_token, CHAT_TEMPLATE
+    sizes: dict[str, Any] = {"vocab_size": len(tokenizer), "n_positions": 128, "n_layer": 2, "n_head": 4, "n_embd": 128}
+    ends: dict[str, Any] = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    model = AutoModelForCausalLM.from_config(GPT2Config(initializer_range=0.1, **sizes, **ends))
+    model.loss_type = "ForCausalLM"  # or transformers warns
+    return model, tokenizer
+
+
+def build(data: ScriptArguments, training: SFTConfig, model_args: ModelConfig) -> tuple[Any, dict[str, Any]]:
+    """Return the Trainer and a held-out row; raise ValueError for wrong input."""
+    if int(os.environ.get("WORLD_SIZE", "1")) != training.world_size:
+        raise ValueError("the launched processes are not connected, so each would train alone; add --use_cpu true")
+    if (given := training.resume_from_checkpoint) in ("True", "true"):
+        output = str(training.output_dir)
+        training.resume_from_checkpoint = get_last_checkpoint(output) if os.path.isdir(output) else None
+    if given and not Path(training.resume_from_checkpoint or "", "trainer_state.json").is_file():
+        raise ValueError(f"--resume_from_checkpoint {given}: no checkpoint there; leave the flag out to start anew")
+    set_seed(training.seed)
+    with training.main_process_first():
+        train, held_out = load_data(data)
+        model, tokenizer = load_model(model_args, train)
     trainer = SFTTrainer(
         model=model,
-        args=args,
-        train_dataset=train_set,
+        args=training,
+        train_dataset=train,
         eval_dataset=held_out,
-        processing_class=models.load_tokenizer(path),
-        peft_config=args.lora_config(),
+        processing_class=tokenizer,
+        peft_config=get_peft_config(model_args),
     )
-    return trainer, finetuning.train(trainer, args.dataset_name or "functions and docstrings of the standard library")
+    return trainer, held_out[0]
 
 
-def load(args: SftArguments) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """Return what to train on and what is held out.
-
-    Raises:
-        ValueError: SFTTrainer does not read the columns.
-    """
-    if args.dataset_name is None:
-        corpus = embedded.read_corpus()
-        functions = [list(described_functions(sources)) for sources in (corpus.train, corpus.val)]
-        return datasets.Dataset.from_list(functions[0]), datasets.Dataset.from_list(functions[1])
-    parts = finetuning.load_dataset(args)
-    columns = next(iter(parts.values())).column_names
-    if not any(kind <= set(columns) for kind in _COLUMNS):
-        raise ValueError(
-            f"--dataset_name {args.dataset_name}: columns {', '.join(columns)}; accepted: prompt and completion, or "
-            "messages, or text"
+def answer(trainer: Any, row: dict[str, Any]) -> str:
+    """Return the beginning of a row and what the model answers."""
+    tokenizer = trainer.processing_class
+    messages = row.get("prompt") or row.get("messages", [])[:-1] or row.get("messages") or row["text"][:50]
+    if isinstance(messages, str):
+        inputs = tokenizer(messages, return_tensors="pt")
+    else:
+        inputs = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
         )
-    return finetuning.split(parts, args.test_size)
+    ids = trainer.model.generate(**inputs.to(trainer.args.device), max_new_tokens=32)[0, inputs["input_ids"].shape[1] :]
+    asked = messages if isinstance(messages, str) else messages[-1]["content"]
+    return f"question: {asked}\nanswer: {tokenizer.decode(ids, skip_special_tokens=True)}"
 
 
-def described_functions(sources: Sequence[str]) -> Iterator[dict[str, str]]:
-    """Yield the signature of each function with a docstring as prompt, and the docstring's first line as completion."""
-    for source in sources:
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of invalid escapes
-                tree = ast.parse(source)
-        except SyntaxError:  # of another Python
-            continue
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and (text := ast.get_docstring(node)):
-                word = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
-                prompt = f"{word} {node.name}({ast.unparse(node.args)}):\n"
-                yield {"prompt": prompt, "completion": f'    """{text.splitlines()[0]}"""\n'}
+def main(argv: list[str] | None = None) -> SFTTrainer:
+    """Train, evaluate and save; `argv` is the command line without the program's name."""
+    mars_hf.register()  # --optim mars_adamw and the other names
+    kinds: Any = (ScriptArguments, ModelConfig, SFTConfig)
+    parser = TrlParser(kinds, prog="sft_lora.py", usage=argparse.SUPPRESS)
+    parser.set_defaults(output_dir="finetuned-lora", optim="mars_adamw", learning_rate=None, lr_scheduler_type="cosine")
+    parser.set_defaults(warmup_steps=0.05, per_device_train_batch_size=16, logging_steps=25, eval_on_start=True)
+    parser.set_defaults(
+        use_peft=True, lora_target_modules=["all-linear"], dtype="float32", bf16=torch.cuda.is_available()
+    )
+    try:
+        data, model_args, training = parser.parse_args_and_config(argv)
+        if model_args.model_name_or_path is None:
+            print("A small GPT-2 with random weights trains on two CPU cores in about a minute.", flush=True)
+        if training.learning_rate is None:
+            pretrained = 2e-4 if model_args.use_peft else 2e-5
+            training.learning_rate = pretrained if model_args.model_name_or_path else 5e-3
+        if training.optim_args is None and training.optim.startswith("mars_"):
+            training.optim_args = "adamw_rates=true"
+            training.optim_args += ",beta1=0.9,beta2=0.999" if training.optim == "mars_adamw" else ""  # AdamW's
+        trainer, row = build(data, training, model_args)
+    except (ValueError, OSError, RuntimeError, DatasetsError) as error:
+        parser.error(" ".join(str(error).split()))
+    trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
+    metrics = trainer.evaluate()
+    trainer.save_model()
+    trainer.save_state()
+    trainer.save_metrics("eval", metrics)
+    before = next((row for row in trainer.state.log_history if row["step"] == 0), {})
+    if trainer.is_world_process_zero():
+        trainer.create_model_card(dataset_name=data.dataset_name)
+        for name in ("eval_loss", "eval_mean_token_accuracy"):
+            print(
+                f"held-out {name.removeprefix('eval_')}: {before.get(name, math.nan):.3f} before, {metrics[name]:.3f} after"
+            )
+        print(
+            f"saved in {training.output_dir}; upload it by --push_to_hub true, or hf upload NAME {training.output_dir}"
+        )
+    if training.push_to_hub:
+        trainer.push_to_hub(dataset_name=data.dataset_name)
+    if training.world_size == 1:
+        print(answer(trainer, row))
+    trainer.end()
+    return trainer
+
+
+if __name__ == "__main__":
+    main()

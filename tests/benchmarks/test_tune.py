@@ -7,10 +7,7 @@ import math
 import statistics
 from unittest import mock
 
-import finetune_lm
-import finetune_vit
 import pytest
-import sft_lora
 import tune
 from pretraining.compare import launch, presets
 from pretraining.run import arguments
@@ -88,7 +85,7 @@ def test_best_rates_and_settings_of_a_run():
     assert argv[-4:] == ["--learning_rate", "0.008", "--seed", "1"]
     of_search, of_seed = (Search("betas").argv("adamw 0.8", (2e-3,), seed) for seed in (100, 1))
     assert of_seed[of_seed.index("--eval_steps") + 1] == "50" and "--eval_steps" not in of_search
-    diverged = {"recipe": "sft_lora", "optim": "mars_m", "learning_rate": 4e-3, "seed": 42, "eval_loss": None}
+    diverged = {"recipe": "pretrain_llama", "optim": "mars_m", "learning_rate": 4e-3, "seed": 42, "eval_loss": None}
     assert "**0.004: diverged** (the search has not ended)" in Search("tasks").report([diverged])
 
 
@@ -105,7 +102,7 @@ def test_command_runs_what_is_missing(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tune, "ROOT", tmp_path)
     tune.main(["finetuning", "--tf32", "false"])
     (argv, _), script = train.call_args.args, train.call_args.kwargs["script"]
-    assert train.call_count == 1 and script.name == "finetune_lm.py" and argv[-2:] == ["--tf32", "false"]
+    assert train.call_count == 1 and script.name == "finetune.py" and argv[-2:] == ["--tf32", "false"]
     assert argv[argv.index("--learning_rate") + 1] == "0.016"
     result = json.loads(file.read_text())
     assert {**gone, "argv": argv}.items() >= result["runs"][-1].items() >= {"eval_loss": gone["eval_loss"]}.items()
@@ -174,25 +171,6 @@ def test_default_job_has_the_best_settings_of_the_sweeps(optimizer):
             assert float(getattr(chosen.optimizer, name)) == value
 
 
-@pytest.mark.parametrize(
-    ("search", "arms", "starts"),
-    [
-        ("tasks", "finetune_vit", finetune_vit.STARTS),
-        ("tasks", "sft_lora", sft_lora.STARTS),
-        ("finetuning", "mars_adamw full", finetune_lm.STARTS[False]),
-        ("finetuning", "mars_adamw lora", finetune_lm.STARTS[True]),
-    ],
-    ids=["vit", "instructions", "full", "lora"],
-)
-def test_recipes_start_from_the_best_rates(search, arms, starts):
-    assert len(starts) >= 3
-    for optim, start in starts.items():
-        rates = tune.best(LOSSES[search][f"{arms} {optim}"])
-        argv = Search(search).argv(f"{arms} {optim}", rates, 1)
-        optim_args = dict(zip(argv[::2], argv[1::2], strict=True)).get("--optim_args")
-        assert (start.learning_rate, start.optim_args) == (*rates, optim_args), optim
-
-
 def test_llama_starts_from_the_best_rates():
     for arm, optimizer in (("mars_m", "mars_m"), ("mars_adamw", "mars_adamw"), ("adamw_torch", "adamw")):
         start = parse(["--config", "llama", "--optimizer", optimizer]).training.learning_rate
@@ -202,9 +180,6 @@ def test_llama_starts_from_the_best_rates():
 def test_bases_are_those_of_the_result():
     saved = {base: own["settings"] for base, own in RESULTS["bases"]["bases"].items()}
     assert saved == tune.SEARCHES["finetuning"]["bases"] | tune.SEARCHES["bases"]["bases"]
-    mine, theirs = parse(finetune_lm._BASE_SETTINGS), parse(presets.words(saved["mars_adamw"]))
-    assert mine.optimizer == theirs.optimizer and mine.model == theirs.model
-    assert mine.training.learning_rate == theirs.training.learning_rate
 
 
 def test_page_shows_the_runs_of_a_pretrained_model():

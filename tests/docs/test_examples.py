@@ -44,8 +44,6 @@ COMMANDS = yaml.safe_load(Path(__file__).with_name("commands.yaml").read_text(en
 PARSED = [command for of_a_reason in COMMANDS["parsed"].values() for command in of_a_reason]
 FEW = ["--output_dir", "run", "--max_steps", "2", "--use_cpu", "true", "--disable_tqdm", "true"]
 TRAIN = [*FEW, "--report_to", "none", "--save_strategy", "no"]
-TUNE = [*FEW, "--eval_strategy", "no"]
-ROWS = ["--dataset_name", "rows"]
 EVALUATE = ["--data_dir", "data", "--max_eval_blocks", "4", "--use_cpu"]
 TINY = (
     "--n_layer 1 --n_head 2 --n_embd 16 --block_size 32 --embedded_vocab_size 512 --max_steps 2 --warmup_steps 1 "
@@ -63,9 +61,9 @@ RUNS: dict[str, tuple[list[str], str, Callable[[dict[str, Any]], bool]]] = {
     "pretrain_gpt2": (TINY, "run/metrics.json", lambda metrics: metrics["steps"] == 2),
     "pretrain_minimal": (MINIMAL, "run/trainer_state.json", lambda state: "mars/update_rms" in state["log_history"][0]),
     "evaluate_checkpoint": (EVALUATE, "runs/evaluation.json", lambda metrics: metrics["loss"] > 0),
-    "finetune_vit": (TUNE, "run/metrics.json", lambda metrics: metrics["eval_accuracy"] >= 0),
-    "finetune_lm": ([*TUNE, *ROWS], "run/metrics.json", lambda metrics: metrics["trainable_parameters"] > 0),
-    "sft_lora": ([*TUNE, *ROWS], "run/metrics.json", lambda metrics: metrics["trainable_parameters"] > 0),
+    "finetune_vit": (FEW, "run/eval_results.json", lambda metrics: metrics["eval_accuracy"] >= 0),
+    "finetune_lm": (FEW, "run/eval_results.json", lambda metrics: metrics["eval_loss"] > 0),
+    "sft_lora": (FEW, "run/eval_results.json", lambda metrics: metrics["eval_loss"] > 0),
     "step_cost": ([*MEASURE, "--contenders", "^Mars$|^mars-m$"], "result.json", bool),
     "train_cost": ([*MEASURE, "--block", "16", "--steps", "2"], "result.json", bool),
 }
@@ -212,16 +210,11 @@ def script_of(command: list[str]) -> tuple[str, list[str]]:
 def prepare(name: str, argv: list[str], tokens: Path) -> list[str]:
     """Make what a script reads, and return its arguments."""
     Path("data").symlink_to(tokens)
-    if name in ("finetune_lm", "sft_lora"):
-        argv = argv if "--model_name_or_path" in argv else [*argv, "--model_name_or_path", "tiny"]
-        row = {"text": "print(1)\n" * 20} if name == "finetune_lm" else {"prompt": "a", "completion": "b"}
-        Path("rows").mkdir()
-        Path("rows", "train.jsonl").write_text("\n".join([json.dumps(row)] * 40))
-    for flag in {"--model", "--model_name_or_path"} & set(argv):
+    if "--model" in argv:
         tokenizer, model = token_files.load(tokens).tokenizer, gpt2()
         model.resize_token_embeddings(len(tokenizer), mean_resizing=False)
         for part in (model, tokenizer):
-            part.save_pretrained(argv[argv.index(flag) + 1])
+            part.save_pretrained(argv[argv.index("--model") + 1])
     return [*argv, *(("--n_inner", "32") if "llama" in argv else ())]
 
 

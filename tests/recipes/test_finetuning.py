@@ -1,69 +1,68 @@
-"""Fine-tuning on text, instructions and images: what trains, what is saved, what is refused; and the metrics."""
+"""The fine-tuning recipes: one file each that trains without flags, on local models and data, resumes, and refuses."""
 
 from __future__ import annotations
 
+import ast
 import json
 import math
-import textwrap
+import shutil
+import sys
+from pathlib import Path
 
 import datasets
 import finetune_lm
 import finetune_vit
-import metrics
 import numpy as np
+import pretrain_minimal
 import pytest
 import sft_lora
 import torch
-from helpers import arguments, gpt2, refused
+from helpers import gpt2
 from peft import AutoPeftModelForCausalLM
 from PIL import Image
-from pretraining.compare import launch
-from pretraining.data import embedded, token_files
-from tasks import finetuning
-from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoImageProcessor, AutoModelForCausalLM, EvalPrediction, GPT2LMHeadModel, Trainer, pipeline
+from test_pretrain_gpt2 import equal_weights, launch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, GPT2Tokenizer, pipeline
 
 import mars_hf
 from mars_hf.groups.suggest import suggest
 
-FEW = [
-    "--max_steps",
-    "20",
-    "--per_device_train_batch_size",
-    "8",
-    "--warmup_steps",
-    "2",
-    "--logging_steps",
-    "10",
-    "--eval_strategy",
-    "no",
-    "--disable_tqdm",
-    "true",
-    "--use_cpu",
-    "true",
-]
+RECIPES = {"finetune_lm": finetune_lm, "sft_lora": sft_lora, "finetune_vit": finetune_vit}
+QUIET = "--use_cpu true --disable_tqdm true --report_to none".split()
+FEW = [*QUIET, *"--max_steps 20 --per_device_train_batch_size 8 --logging_steps 10".split()]
 TEXT = "for number in range(10):\n    print(number)\n"
 
 
 @pytest.fixture(scope="module")
-def base(tokens, tmp_path_factory):
-    """Save a random GPT-2 with the tokenizer of the test corpus."""
-    tokenizer, folder = token_files.load(tokens).tokenizer, tmp_path_factory.mktemp("base")
-    end = tokenizer.eos_token_id
-    sizes = {"n_embd": 32, "n_positions": 32, "vocab_size": len(tokenizer)}
-    gpt2(**sizes, bos_token_id=end, eos_token_id=end).save_pretrained(folder)
+def base(tmp_path_factory) -> Path:
+    """Save a random GPT-2 and a tokenizer."""
+    folder = tmp_path_factory.mktemp("base")
+    tokenizer = GPT2Tokenizer().train_new_from_iterator([TEXT, "say return None"], 300)
+    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    tokenizer.pad_token, tokenizer.chat_template = tokenizer.eos_token, sft_lora.CHAT_TEMPLATE
+    gpt2(n_embd=32, n_positions=64, vocab_size=len(tokenizer), **ends).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    """Write data sets of text and of instructions with one answer, and a folder of bright and dark images."""
+def data(tmp_path_factory) -> Path:
+    """Write texts as .jsonl and as .txt, prompts with one answer, chats, and a folder of bright and dark images."""
     folder = tmp_path_factory.mktemp("data")
-    instructions = [{"prompt": f"say {number}\n", "completion": "return None\n"} for number in range(100)]
-    for name, rows in {"text": [{"body": TEXT}] * 200, "instructions": instructions}.items():
+    chat = [{"role": "user", "content": "say"}, {"role": "assistant", "content": "return None"}]
+    rows = {
+        "body": [{"body": TEXT, "other": 1}] * 200,
+        "prompts": [{"prompt": f"say {number}\n", "completion": "return None\n"} for number in range(100)],
+        "chats": [{"messages": chat}] * 40,
+        "plain": [{"text": "say return None"}] * 40,
+        "unknown": [{"question": "say"}] * 40,
+    }
+    for name, own in rows.items():
         (folder / name).mkdir()
-        datasets.Dataset.from_list(rows).to_json(folder / name / "train.jsonl")
+        datasets.Dataset.from_list(own).to_json(folder / name / "train.jsonl")
+    (folder / "txt").mkdir()
+    (folder / "txt" / "one.txt").write_text(TEXT * 60)
+    (folder / "short.txt").write_text("say")
+    (folder / "torn.jsonl").write_text('{"text": "say"')
     for label, low in (("bright", 180), ("dark", 0)):
         (folder / "images" / label).mkdir(parents=True)
         for number, pixels in enumerate(np.random.default_rng(0).integers(low, low + 70, (20, 12, 12, 3), np.uint8)):
@@ -71,78 +70,81 @@ def data(tmp_path_factory):
     return folder
 
 
-def tune(base, data, output, *argv):
-    paths = ["--model_name_or_path", str(base), "--dataset_name", str(data / "text"), "--output_dir", str(output)]
-    return finetune_lm.main([*FEW, *paths, "--text_column", "body", *argv])
+def tune(base: Path, output: Path, *argv: object, recipe=finetune_lm):
+    return recipe.main([*FEW, "--model_name_or_path", str(base), "--output_dir", str(output), *map(str, argv)])
 
 
-def first(trainer):
-    """Return the evaluation before the first step."""
-    return next(row for row in trainer.state.log_history if "eval_loss" in row)
+def losses(trainer) -> tuple[float, float]:
+    """Return the held-out losses before the first step and after the last one."""
+    found = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
+    return found[0], found[-1]
 
 
-def assert_only_adapters_train(trainer, count, base, output):
-    """Other weights are the base's, A and B of `count` layers a block train, and the saved adapters are those."""
-    before, trained = GPT2LMHeadModel.from_pretrained(base).state_dict(), set()
-    for name, param in trainer.model.named_parameters():
-        if param.requires_grad:
-            trained.add(name)
-            assert "lora_" in name and param.abs().max() > 0  # B is zero at first
-        else:
-            original = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
-            assert torch.equal(param, before[original]), name
-    groups = trainer.optimizer.optimizer.param_groups
-    assert len(trained) == 2 * 2 * count and {name for group in groups for name in group["param_names"]} == trained
-    loaded, ids = AutoPeftModelForCausalLM.from_pretrained(output).eval(), torch.arange(10)[None]
-    torch.testing.assert_close(loaded(ids).logits, trainer.model.eval()(ids).logits)
+# --- without flags ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES)
+def test_small_job_without_model_and_data(name, tmp_path, monkeypatch, capsys):
+    """It says first what it trains and how long that takes, trains by MARS, and says what came out and where it is."""
+    monkeypatch.chdir(tmp_path)
+    steps = "60" if name == "finetune_vit" else "12"
+    trainer = RECIPES[name].main([*QUIET, "--max_steps", steps, "--logging_steps", "6"])
+    lines = capsys.readouterr().out.strip().splitlines()
+    assert "random weights" in lines[0] and "minute" in lines[0] and "two CPU cores" in lines[0]
+    before, after = losses(trainer)
+    assert after < before - 0.1
+    assert any(line.startswith(f"held-out loss: {before:.3f} before, {after:.3f} after") for line in lines)
+    assert any(line.startswith("saved in finetuned-") and "--push_to_hub true" in line for line in lines)
+    assert isinstance(trainer.optimizer.optimizer, mars_hf.Mars)
+    assert any("mars/update_rms" in row for row in trainer.state.log_history)
+    output = Path(trainer.args.output_dir)
+    assert json.loads((output / "eval_results.json").read_text())["eval_loss"] == after
+    assert "mars" in (output / "README.md").read_text() and (output / "mars.json").is_file()
+
+
+def test_stories_and_chats_are_held_out():
+    """Held-out stories and questions are not among those to train on, and each fact is asked about in training."""
+    stories, chats = finetune_lm.stories(), sft_lora.chats()
+    assert not set(stories["train"]["text"]) & set(stories["validation"]["text"])
+    questions = [{row["prompt"][0]["content"] for row in chats[part]} for part in ("train", "test")]
+    assert len(questions[1]) == 10 and not questions[0] & questions[1]
+    answers = [{row["completion"][0]["content"] for row in chats[part]} for part in ("train", "test")]
+    assert answers[1] <= answers[0] and "A cow lives in a barn." in answers[0]
+
+
+# --- models and data of one's own -------------------------------------------------------------------------------------
 
 
 def test_all_weights_train(base, data, tmp_path):
-    trainer, numbers = tune(base, data, tmp_path / "run", "--learning_rate", "1e-2")
-    assert numbers["eval_loss"] < first(trainer)["eval_loss"] - 1
-    assert numbers["trainable_parameters"] == numbers["parameters"]
-    before = GPT2LMHeadModel.from_pretrained(base).state_dict()
+    argv = ["--dataset_name", data / "body", "--text_column", "body", "--learning_rate", "1e-2"]
+    trainer = tune(base, tmp_path / "run", *argv)
+    before, after = losses(trainer)
+    assert after < before - 1
+    weights = GPT2LMHeadModel.from_pretrained(base).state_dict()
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run").state_dict()
     for name, param in trainer.model.named_parameters():
-        assert not torch.equal(param, before[name]) and torch.equal(param, saved[name]), name
-    assert "mars-adamw" in (tmp_path / "run" / "README.md").read_text() and (tmp_path / "run" / "mars.json").is_file()
-    assert numbers["eval_perplexity"] == pytest.approx(math.exp(numbers["eval_loss"]), rel=1e-4)
-    assert json.loads((tmp_path / "run" / "metrics.json").read_text()) == numbers
+        assert not torch.equal(param, weights[name]) and torch.equal(param, saved[name]), name
+    assert len(AutoTokenizer.from_pretrained(tmp_path / "run")) == len(AutoTokenizer.from_pretrained(base))
 
 
-def test_only_adapters_train(base, data, tmp_path):
-    argv = ["--use_peft", "true", "--learning_rate", "2e-2", "--lora_target_modules", "c_attn,c_proj"]
-    trainer, numbers = tune(base, data, tmp_path / "run", *argv, "--optim", "mars_m")
-    assert numbers["eval_loss"] < first(trainer)["eval_loss"] - 0.05
-    assert isinstance(trainer.optimizer.optimizer, mars_hf.Mars)
-    assert_only_adapters_train(trainer, 3, base, tmp_path / "run")
+def test_text_files(base, data, tmp_path):
+    """A .txt file is one document, in a folder and by its name; its end is held out, or another file is."""
+    end = AutoTokenizer.from_pretrained(base).eos_token_id
+    file = data / "txt" / "one.txt"
+    for argv in (["--dataset_name", data / "txt"], ["--train_file", file]):
+        trainer = tune(base, tmp_path / "run", *argv, "--max_steps", "1")
+        parts = [[row["input_ids"] for row in part] for part in (trainer.train_dataset, trainer.eval_dataset)]
+        assert sum(ids.count(end) for part in parts for own in part for ids in [own]) <= 1
+        assert len(parts[1]) == math.ceil(0.05 * (len(parts[0]) + len(parts[1])))
+        text = trainer.processing_class.decode([token for ids in [*parts[0], *parts[1]] for token in ids])
+        assert (TEXT * 60).startswith(text)
+    trainer = tune(base, tmp_path / "two", "--train_file", file, "--validation_file", file, "--max_steps", "1")
+    assert len(trainer.eval_dataset) == len(trainer.train_dataset)
 
 
-def test_held_out_text_is_no_training_text(tmp_path):
-    """Of the headers that come with torch, and of a data set with one part or several."""
-    args = finetune_lm.FinetuneArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
-    train_text, held_out_text = (set(part[args.text_column]) for part in finetune_lm.load(args))
-    corpus = embedded.read_corpus("torch-headers")
-    assert held_out_text == set(corpus.val) and train_text <= set(corpus.train)
-    assert train_text and not train_text & held_out_text
-
-
-def test_split_is_the_same_in_every_run():
-    """Whatever seed the run has set: results of several runs are on the same rows."""
-    rows = datasets.Dataset.from_dict({"row": list(range(100))})
-    splits = []
-    for seed in (0, 1):
-        np.random.seed(seed)
-        train_rows, held_out = finetuning.split(datasets.DatasetDict({"train": rows}), 0.1)
-        assert len(held_out) == 10 and sorted([*train_rows["row"], *held_out["row"]]) == list(range(100))
-        splits.append((train_rows["row"][:], held_out["row"][:]))
-    assert splits[0] == splits[1]
-    parts = datasets.DatasetDict({"train": rows.select(range(90)), "test": rows.select(range(90, 100))})
-    assert finetuning.split(parts, 0.5)[1]["row"][:] == list(range(90, 100))
-
-
-def test_documents_are_cut_into_blocks(tokens):
-    tokenizer = token_files.load(tokens).tokenizer
+def test_documents_are_cut_into_blocks(base):
+    tokenizer = AutoTokenizer.from_pretrained(base)
     texts = ["def one():\n    return 1\n", "x", "", "class Two:\n    pass  # nothing\n"]
     documents = datasets.Dataset.from_dict({"body": texts, "other": texts})
     for end in ([tokenizer.eos_token_id], []):
@@ -151,173 +153,185 @@ def test_documents_are_cut_into_blocks(tokens):
         cut = [stream[at : at + 5] for at in range(0, len(stream) - 4, 5)]
         assert list(blocks["input_ids"]) == cut and list(blocks["labels"]) == [[-100, *ids[1:]] for ids in cut]
         tokenizer.eos_token = None
-    with pytest.raises(ValueError, match="the text has fewer than --block_size 999 tokens"):
-        finetune_lm.blocks(documents, "body", tokenizer, 999)
 
 
-def test_rates_to_start_from():
-    suggested = pytest.approx(suggest("mars-m", 2e-4)["lr"], rel=0.03)
-    lora = {"model_name_or_path": "x", "use_peft": True}
-    stated = {"learning_rate": 1.0, "optim_args": "gamma=0.1", "output_dir": "x"}
-    for settings, *expected in (
-        ({}, "runs/finetune-full-mars_m", 1.6e-2, "beta1=0.95,lr_1d=0.016"),
-        (lora, "runs/finetune-lora-mars_m", suggested, "beta1=0.95,beta2=0.999,lr_1d=0.0002"),
-        (stated, "x", 1.0, "gamma=0.1"),
-    ):
-        args = finetune_lm.FinetuneArguments(optim="mars_m", **settings)
-        assert [args.output_dir, args.learning_rate, args.optim_args] == expected
-        assert args.adam_beta2 == (0.999 if args.model_name_or_path else 0.95)
-
-
-def test_finished_run_is_not_overwritten_and_divergence_is_named(base, data, tmp_path):
-    (tmp_path / "metrics.json").write_text("{}")
-    with refused("holds a finished run; give another --output_dir, or delete it"):
-        tune(base, data, tmp_path)
-    with refused(f"^({launch.DIVERGED.pattern})"):
-        argv = ["--learning_rate", "1e30", "--max_grad_norm", "0", "--optim", "adamw_torch"]
-        tune(base, data, tmp_path / "diverged", *argv)
-
-
-def test_instructions_with_lora(base, data, tmp_path):
-    argv = ["--model_name_or_path", str(base), "--dataset_name", str(data / "instructions"), "--learning_rate", "2e-2"]
-    trainer, numbers = sft_lora.main([*FEW, *argv, "--output_dir", str(tmp_path / "run")])
+def test_only_adapters_train(base, data, tmp_path):
+    """Completions alone count; other weights stay the base's, and the saved adapters are the trained ones."""
+    argv = ["--dataset_name", data / "prompts", "--learning_rate", "2e-2"]
+    trainer = tune(base, tmp_path / "run", *argv, recipe=sft_lora)
     assert len(trainer.train_dataset) == 95 and len(trainer.eval_dataset) == 5
-    assert numbers["eval_loss"] < first(trainer)["eval_loss"] - 0.2
-    assert trainer.args.max_length == 32  # the model's context
+    before, after = losses(trainer)
+    assert after < before - 0.2
+    weights, trained = GPT2LMHeadModel.from_pretrained(base).state_dict(), set()
+    for name, param in trainer.model.named_parameters():
+        if param.requires_grad:
+            trained.add(name)
+            assert "lora_" in name and param.abs().max() > 0  # B is zero at first
+        else:
+            original = name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+            assert torch.equal(param, weights[original]), name
     groups = trainer.optimizer.optimizer.param_groups
-    assert {(group["role"], group["mars_type"]) for group in groups} == {("matrix", "mars-adamw")}
-    assert_only_adapters_train(trainer, 4, base, tmp_path / "run")
+    assert len(trained) == 2 * 2 * 4 and {name for group in groups for name in group["param_names"]} == trained
+    loaded, ids = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "run").eval(), torch.arange(10)[None]
+    torch.testing.assert_close(loaded(ids).logits, trainer.model.eval()(ids).logits)
     row = trainer.data_collator([trainer.train_dataset[0]])
     text = trainer.processing_class.decode(row["input_ids"][0][row["labels"][0] != -100])
-    assert text.startswith("return None") and "say" not in text  # only completions count
+    assert text.startswith("return None") and "say" not in text
 
 
-def test_functions_and_docstrings():
-    source = '''
-        class Queue:
-            def put(self, item, block=True):
-                """Put an item.
-
-                More.
-                """
-
-            def get(self):
-                return 1
-
-        async def wait(*, seconds: float = 1): "Wait."
-    '''
-    rows = list(sft_lora.described_functions(["not python (", textwrap.dedent(source)]))
-    assert rows == [
-        {"prompt": "async def wait(*, seconds: float=1):\n", "completion": '    """Wait."""\n'},
-        {"prompt": "def put(self, item, block=True):\n", "completion": '    """Put an item."""\n'},
-    ]
+@pytest.mark.parametrize("name", ["chats", "plain"])
+def test_other_columns_and_all_weights(name, base, data, tmp_path, capsys):
+    argv = ["--dataset_name", data / name, "--use_peft", "false", "--max_steps", "2"]
+    trainer = tune(base, tmp_path / "run", *argv, recipe=sft_lora)
+    assert all(param.requires_grad for param in trainer.model.parameters())
+    assert trainer.args.learning_rate == 2e-5 and "question: say" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_the_base_is_made_once_and_adapters_improve_it(tmp_path, monkeypatch, capsys):
-    corpus = embedded.read_corpus()
-    part = corpus._replace(train=corpus.train[::20], val=corpus.val[::20])
-    monkeypatch.setattr(embedded, "read_corpus", lambda name="stdlib": part)
-    tiny = "--n_layer 1 --n_head 2 --n_embd 32 --max_steps 20 --embedded_vocab_size 512 --warmup_steps 2"
-    tiny += " --eval_strategy no --max_eval_blocks 4 --disable_tqdm true --sample_tokens 0"
-    monkeypatch.setattr(sft_lora, "_BASE_SETTINGS", tiny.split())
-    argv = [*FEW, "--max_steps", "30", "--learning_rate", "1e-2", "--output_dir", str(tmp_path / "runs" / "sft")]
-    trainer, numbers = sft_lora.main(argv)
-    assert numbers["eval_loss"] < first(trainer)["eval_loss"] - 0.02
-    assert finetuning.small_gpt2(tmp_path / "runs" / "sft-base", tiny.split()) == str(tmp_path / "runs" / "sft-base")
-    assert capsys.readouterr().out.count("pretraining a small GPT-2") == 1
-
-
-@pytest.mark.slow
-def test_finetune_images(data, tmp_path):
-    """The digits by the default run, and a folder of images with the model of the digits."""
-
-    def train(name, *argv):
-        return finetune_vit.main(["--disable_tqdm", "1", "--use_cpu", "1", *argv, "--output_dir", str(tmp_path / name)])
-
-    trainer, numbers = train("digits")
-    assert len(trainer.train_dataset) + len(trainer.eval_dataset) == 1797
-    assert numbers["optim"] == "mars_m" and numbers["eval_accuracy"] > 0.9
-    rows = trainer.eval_dataset.with_format(None)
+def test_images_of_a_folder_and_another_head(data, tmp_path):
+    """The digits train a model; a folder of photos with other classes fine-tunes it."""
+    digits = finetune_vit.main([*QUIET, "--num_train_epochs", "5", "--output_dir", str(tmp_path / "digits")])
+    assert len(digits.train_dataset) + len(digits.eval_dataset) == 1797
+    assert digits.evaluate()["eval_accuracy"] > 0.9
+    rows = digits.eval_dataset.with_format(None)
     counts = np.bincount(rows["label"])
     assert counts.min() >= 34 and counts.max() <= 38  # of 360 images: classes are balanced
     classify = pipeline("image-classification", model=str(tmp_path / "digits"), device="cpu")
     hits = [classify(row["image"].convert("RGB"))[0]["label"] == str(row["label"]) for row in rows.select(range(50))]
     assert np.mean(hits) > 0.8
-
-    photos = ["--dataset_name", str(data / "images"), "--eval_strategy", "no", "--max_steps"]
-    more, numbers = train("new", *photos, "20")
-    assert (len(more.eval_dataset), numbers["eval_accuracy"]) == (8, 1)
-    assert more.model.config.id2label == {0: "bright", 1: "dark"}
+    photos = ["--dataset_name", data / "images", "--max_steps", "3"]
+    tuned = tune(tmp_path / "digits", tmp_path / "photos", *photos, recipe=finetune_vit)
+    assert tuned.model.config.id2label == {0: "bright", 1: "dark"} and tuned.model.classifier.weight.shape == (2, 64)
     patches = "vit.embeddings.patch_embeddings.projection.weight"
-    before = trainer.model.state_dict()[patches].clone()
-    more, numbers = train("more", *photos, "3", "--model_name_or_path", str(tmp_path / "digits"))
-    assert numbers["learning_rate"] == 6.4e-5 and more.model.classifier.weight.shape == (2, 64)
-    assert 0 < (more.model.state_dict()[patches] - before).abs().max() < 1e-3
-    assert AutoImageProcessor.from_pretrained(tmp_path / "more").size == {"height": 8, "width": 8}
+    change = (tuned.model.state_dict()[patches] - digits.model.state_dict()[patches]).abs().max()
+    assert len(tuned.eval_dataset) == 8 and 0 < change < 1e-3
+
+
+def matrix_groups(trainer) -> list[dict]:
+    return [group for group in trainer.optimizer.optimizer.param_groups if group["role"] == "matrix"]
 
 
 @pytest.mark.parametrize(
-    ("recipe", "words", "line"),
+    ("recipe", "argv", "rate", "rule"),
     [
-        (finetune_lm, "--dataset_name gone", "gone"),
-        (finetune_lm, "--model_name_or_path gone", "gone: transformers loads no causal language model from it"),
-        (finetune_lm, "--block_size 33", "blocks of 33 tokens are longer than the model's context; give at most 32"),
-        (finetune_lm, "--block_size 0", "--block_size 0: give an integer from 1 on"),
-        (finetune_lm, "--learning_rate nan", "--learning_rate nan: give a finite number"),
-        (finetune_lm, "--use_peft true --lora_r 0", "--lora_r 0: give an integer from 1 on"),
-        (finetune_lm, "--optim mars-m", "--optim mars-m: the recipe has no learning rate for it, only for adamw_torch"),
-        (finetune_lm, "--optim_args gamma=much", "gamma='much' is not valid; accepted: a finite number"),
-        (sft_lora, "--test_size 2", "--test_size 2.0: give a share between 0 and 1"),
-        (sft_lora, "--report_to carrier_pigeon", "--report_to carrier_pigeon: unknown, or not installed"),
-        (finetune_vit, "--gradient_accumulation_steps 0", "--gradient_accumulation_steps 0: give an integer from 1"),
-        (finetune_lm, "--optim sgd", "--optim sgd: the recipe has no learning rate for it, only for adamw_torch"),
-        (finetune_lm, "--metric_for_best_model f1 --text_column prompt", "--metric_for_best_model f1 is none of"),
-        (sft_lora, "--dataset_name {text}", "columns body; accepted: prompt and completion, or messages"),
-        (sft_lora, "--max_length 65", "blocks of 65 tokens are longer than the model's context"),
-        (finetune_vit, "--label_column class", "the data have the columns image, label; name one"),
-        (finetune_vit, "--optim adam --learning_rate 1", "adam is not a valid OptimizerNames"),
+        (finetune_lm, [], 2e-5, "mars-adamw"),
+        (finetune_lm, ["--optim", "mars_m"], 2e-5, "mars-m"),
+        (sft_lora, [], 2e-4, "mars-adamw"),
+        (sft_lora, ["--use_peft", "false", "--learning_rate", "1e-5"], 1e-5, "mars-adamw"),
     ],
 )
-def test_wrong_input(recipe, words, line, base, data, tmp_path):
-    argv = ["--use_cpu", "true", "--test_size", "0.5", "--output_dir", str(tmp_path)]
-    if recipe is not finetune_vit:
-        argv += ["--model_name_or_path", str(base), "--dataset_name", str(data / "instructions")]
-    with refused(line):
-        recipe.main([*argv, *words.format(text=data / "text").split()])
-    assert not (tmp_path / "metrics.json").exists()
+def test_rate_is_that_of_adamw(recipe, argv, rate, rule, base, data, tmp_path):
+    """MARS trains at the rate that `suggest` derives from it; with --optim_args of one's own at the rate itself."""
+    argv = ["--dataset_name", data / "plain", "--max_steps", "1", "--lr_scheduler_type", "constant", *argv]
+    if recipe is finetune_lm:
+        argv += ["--block_size", "8"]
+    trainer = tune(base, tmp_path / "run", *argv, recipe=recipe)
+    groups = matrix_groups(trainer)
+    derived = suggest(rule, rate, (0.9, 0.999))["lr"]
+    assert {group["mars_type"] for group in groups} == {rule}
+    assert all(group["lr"] == pytest.approx(derived) for group in groups)
+    trainer = tune(base, tmp_path / "own", *argv, "--optim_args", "gamma=0.05", recipe=recipe)
+    assert {(group["lr"], group["gamma"]) for group in matrix_groups(trainer)} == {(rate, 0.05)}
 
 
-def test_metrics_by_hand():
-    assert metrics.Perplexity().compute(losses=[1.0, 2.0, 3.0]) == {"perplexity": pytest.approx(math.e**2)}
-    assert metrics.Perplexity().compute(losses=[1e9])["perplexity"] == math.exp(700)
-    functions, labels = metrics.classification(), torch.tensor([0, 1, 1, 2, 2])
-    predictions = functions["preprocess_logits_for_metrics"](torch.eye(4)[[0, 0, 1, 2, 3]], labels)
-    numbers = functions["compute_metrics"](EvalPrediction(predictions.numpy(), labels.numpy()))
-    # F1: of 0 2/3, of 1 2/3, of 2 2/3, of 3 (never right) 0
-    assert numbers == {"accuracy": 3 / 5, "macro_f1": pytest.approx(2 / 3 * 3 / 4)}
+# --- resume, launch, refuse -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("by_batch", [False, True])
-def test_metrics_of_a_language_model_in_trainer(tmp_path, by_batch):
-    """Three sequences, padded where they are batched: 3 + 2 + 1 predicted tokens."""
-    model, rows = gpt2(vocab_size=11), [[3, 1, 4, 1], [5, 9, 2, -100], [6, 5]]
+@pytest.mark.parametrize("name", ["finetune_lm", pytest.param("sft_lora", marks=pytest.mark.slow)])
+def test_resume_to_the_bit(name, base, data, tmp_path):
+    """From the newest checkpoint of a run that was killed after step 3."""
+    argv = ["--dataset_name", data / ("txt" if name == "finetune_lm" else "prompts"), "--max_steps", 6]
+    argv += ["--save_strategy", "steps", "--save_steps", 3]
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    tune(base, whole, *argv, recipe=RECIPES[name])
+    shutil.copytree(whole / "checkpoint-3", killed / "checkpoint-3")
+    (killed / "checkpoint-2").mkdir()
+    trainer = tune(base, killed, *argv, "--resume_from_checkpoint", "True", recipe=RECIPES[name])
+    assert trainer.state.global_step == 6
+    if name == "finetune_lm":
+        assert equal_weights(whole, killed)
+    else:
+        files = [folder / "adapter_model.safetensors" for folder in (whole, killed)]
+        assert files[0].read_bytes() == files[1].read_bytes()
 
-    def collate(batch):
-        labels = pad_sequence(list(map(torch.tensor, batch)), batch_first=True, padding_value=-100)
-        return {"input_ids": labels.clamp(min=0), "labels": labels}
 
-    settings = {"batch_eval_metrics": by_batch, "remove_unused_columns": False, "per_device_eval_batch_size": 2}
-    args = arguments(tmp_path, **settings)
-    trainer = Trainer(model, args, data_collator=collate, eval_dataset=rows, **metrics.language_modeling())
-    for _ in range(2):  # an evaluation leaves nothing for the next
-        numbers = trainer.evaluate()
-    hits, losses = [], []
-    for row in rows:
-        ids = torch.tensor([token for token in row if token >= 0])
-        scores = model.eval()(ids[None]).logits[0, :-1].log_softmax(-1)
-        hits += (scores.argmax(-1) == ids[1:]).tolist()
-        losses += (-scores[range(len(ids) - 1), ids[1:]]).tolist()
-    assert len(losses) == 3 + 2 + 1
-    assert numbers["eval_accuracy"] == pytest.approx(np.mean(hits))
-    assert numbers["eval_perplexity"] == pytest.approx(math.exp(np.mean(losses)), rel=1e-5)
+@pytest.mark.slow
+@pytest.mark.multiprocess
+@pytest.mark.parametrize("name", RECIPES)
+def test_two_processes(name, base, data, tmp_path):
+    words = [*FEW, "--max_steps", 3, "--logging_steps", 1, "--output_dir", tmp_path / "two", "--dataset_name"]
+    words.append(data / {"finetune_lm": "txt", "sft_lora": "prompts", "finetune_vit": "images"}[name])
+    if name != "finetune_vit":
+        words += ["--model_name_or_path", base]
+    ended = launch(*words, script=Path(RECIPES[name].__file__), config="cpu_ddp")
+    assert ended.stdout.count("held-out loss: ") == 1
+    state = json.loads((tmp_path / "two" / "trainer_state.json").read_text())
+    assert state["global_step"] == 3 and any("mars/update_rms" in row for row in state["log_history"])
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "line"),
+    [
+        ("finetune_lm", "--dataset_name gone", "gone"),
+        ("finetune_lm", "--train_file gone.txt", "gone.txt"),
+        ("finetune_lm", "--train_file {data}/torn.jsonl", "error"),
+        ("finetune_lm", "--model_name_or_path gone", "gone"),
+        ("finetune_lm", "--train_file {data}/short.txt", "the text is shorter than two blocks of 64 tokens"),
+        ("finetune_lm", "--dataset_name {data}/body", "--text_column text: the columns are body, other"),
+        ("finetune_lm", "--optim_args gamma=much", "gamma='much' is not valid; accepted: a finite number"),
+        ("finetune_lm", "--optim mars", "mars"),
+        ("finetune_lm", "--blocksize 16", "['--blocksize', '16']"),
+        ("finetune_lm", "--max_steps few", "invalid int value: 'few'"),
+        ("finetune_lm", "--resume_from_checkpoint True", "--resume_from_checkpoint True: no checkpoint there"),
+        ("sft_lora", "--dataset_name gone", "gone"),
+        ("sft_lora", "--dataset_name {data}/unknown", "unknown: the columns are question; see the top"),
+        ("sft_lora", "--dataset_train_split half", "--dataset_train_split half: "),
+        ("sft_lora", "--report_to carrier_pigeon", "carrier_pigeon"),
+        ("sft_lora", "--resume_from_checkpoint gone", "--resume_from_checkpoint gone: no checkpoint there"),
+        ("finetune_vit", "--dataset_name gone", "gone"),
+        ("finetune_vit", "--label_column_name class", "the data have the columns image, label; name one"),
+        ("finetune_vit", "--train_val_split 2", "test_size=2"),
+        ("finetune_vit", "--model_name_or_path gone", "gone"),
+    ],
+)
+def test_wrong_input_is_one_line(name, words, line, base, data, tmp_path, capsys):
+    argv = [*QUIET, "--output_dir", str(tmp_path / "run"), "--max_steps", "1"]
+    if name != "finetune_vit":
+        argv += [
+            "--model_name_or_path",
+            str(base),
+            "--dataset_name",
+            str(data / ("txt" if name == "finetune_lm" else "plain")),
+        ]
+    with pytest.raises(SystemExit) as end:
+        RECIPES[name].main([*argv, *words.format(data=data).split()])
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert end.value.code == 2 and message.startswith(f"{name}.py: error: ") and line in message
+    assert not (tmp_path / "run" / "mars.json").exists()
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES.values(), pretrain_minimal], ids=lambda recipe: recipe.__name__)
+def test_only_packages_are_imported(recipe):
+    """No other file of this repository but the package, and no name that begins with an underscore."""
+    nodes = list(ast.walk(ast.parse(Path(recipe.__file__).read_text(encoding="utf-8"))))
+    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    for node in nodes:
+        if isinstance(node, ast.ImportFrom):
+            assert node.module and not node.level
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    roots = {name.partition(".")[0] for name in names} - sys.stdlib_module_names
+    assert roots <= {"datasets", "mars_hf", "numpy", "PIL", "sklearn", "torch", "transformers", "trl"}
+    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)} - {"_exit"}  # Python documents it
+    parts = attributes | {part for name in names for part in name.split(".")}
+    assert not [part for part in parts if part.startswith("_")]
+    of_mars = {node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "mars_hf"}
+    assert of_mars == {"register"} <= set(mars_hf.__all__)
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES.values(), pretrain_minimal], ids=lambda recipe: recipe.__name__)
+def test_help_begins_with_own_flags(recipe, capsys):
+    with pytest.raises(SystemExit) as end:
+        recipe.main(["--help"])
+    text = capsys.readouterr().out
+    own = "--use_peft" if recipe is sft_lora else "--dataset_name"
+    assert end.value.code == 0 and 0 < text.index(f"  {own} ") < text.index("  --max_grad_norm ")

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import math
 import re
 import shutil
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,8 +14,7 @@ import numpy as np
 import pretrain_minimal
 import pytest
 from test_pretrain_gpt2 import equal_weights, launch, weights
-
-import mars_hf
+from transformers import AutoTokenizer, GPT2Tokenizer
 
 SCRIPT = Path(pretrain_minimal.__file__)
 VOCAB, BLOCK = 64, 16
@@ -87,9 +84,56 @@ def test_resume_to_the_bit(whole, tokens, tmp_path):
         assert equal_weights(whole, output)
 
 
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory) -> tuple[Path, Path]:
+    """Return a folder of three texts, and one with a tokenizer of theirs."""
+    folder, tokenizer = tmp_path_factory.mktemp("texts"), tmp_path_factory.mktemp("tokenizer")
+    texts = [f"def function_{number}():\n    return {number}\n" * 40 for number in range(3)]
+    for number, text in enumerate(texts):
+        (folder / f"{number}.txt").write_text(text)
+    GPT2Tokenizer().train_new_from_iterator(texts, 300).save_pretrained(tokenizer)
+    return folder, tokenizer
+
+
+def test_texts_are_tokenized(texts, tmp_path):
+    """A file is a document that ends with the end of text; a share is held out; the model comes with its tokenizer."""
+    folder, tokenizer = texts
+    argv = [*TINY, "--dataset_name", str(folder), "--tokenizer_name", str(tokenizer), "--vocab_size", "320"]
+    pretrain_minimal.main([*argv, "--output_dir", str(tmp_path)])
+    log = log_of(tmp_path)
+    assert len([row for row in log if "mars/update_rms" in row]) == 6 and log[-1]["eval_loss"] < math.log(320)
+    read = AutoTokenizer.from_pretrained(tmp_path)
+    args = pretrain_minimal.Arguments(dataset_name=str(folder), block_size=BLOCK)
+    parts = [part["input_ids"] for part in pretrain_minimal.tokenized(args, read)]
+    stream = [
+        token
+        for number in range(3)
+        for token in [*read((folder / f"{number}.txt").read_text())["input_ids"], read.eos_token_id]
+    ]
+    blocks = [stream[at : at + BLOCK] for at in range(0, len(stream) - BLOCK + 1, BLOCK)]
+    assert sorted([*parts[0], *parts[1]]) == sorted(blocks) and len(parts[1]) == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        ("--vocab_size 64", "--vocab_size 64: the tokenizer has "),
+        ("--block_size 5000", "is shorter than two sequences of --block_size 5000 tokens"),
+        ("--text_column body", "--text_column body: the columns are text"),
+        ("--dataset_name gone", "gone"),
+    ],
+)
+def test_texts_that_do_not_fit(texts, tmp_path, capsys, argv, line):
+    folder, tokenizer = map(str, texts)
+    words = [*TINY, "--dataset_name", folder, "--tokenizer_name", tokenizer, "--vocab_size", "320", *argv.split()]
+    with pytest.raises(SystemExit) as end:
+        pretrain_minimal.main([*words, "--output_dir", str(tmp_path)])
+    assert end.value.code == 2 and line in capsys.readouterr().err.strip().splitlines()[-1]
+
+
 def test_blocks_cover_the_file(tokens):
-    args = pretrain_minimal.Arguments(block_size=BLOCK, vocab_size=VOCAB, use_cpu=True)
-    data, file = pretrain_minimal.Blocks(tokens / "train.bin", args), np.fromfile(tokens / "train.bin", "<u2")
+    args = pretrain_minimal.Arguments(block_size=BLOCK, vocab_size=VOCAB)
+    data, file = pretrain_minimal.TokenFile(tokens / "train.bin", args), np.fromfile(tokens / "train.bin", "<u2")
     assert len(data) == 40
     ids = np.concatenate([data[index]["input_ids"] for index in range(len(data))])
     assert ids.tolist() == file[: 40 * BLOCK].tolist()
@@ -99,7 +143,8 @@ def test_blocks_cover_the_file(tokens):
 @pytest.mark.parametrize(
     ("argv", "line"),
     [
-        ("--data_dir .", "--data_dir . has no train.bin; give a folder with train.bin and val.bin"),  # the default
+        ("--data_dir .", "--data_dir . has no train.bin; give a folder with train.bin and val.bin"),
+        ("--dataset_name half", "give the text: either --dataset_name, or --data_dir with train.bin and val.bin"),
         ("--data_dir half", "--data_dir half has no val.bin; give a folder"),
         ("--data_dir empty", "--block_size 16: empty/train.bin has 0 tokens; give at least 1, at most those"),
         ("--block_size 145", "val.bin has 144 tokens; give at least 1, at most those"),
@@ -112,12 +157,12 @@ def test_blocks_cover_the_file(tokens):
         ("--n_head 3", "divisible by num_heads"),
         ("--resume_from_checkpoint True", "True: no checkpoint there; give the folder of one, True for the newest"),
         ("--resume_from_checkpoint gone", "--resume_from_checkpoint gone: no checkpoint there; give the folder"),
-        ("--optim mars", "mars is not a valid OptimizerNames, please select one of"),
+        ("--optim mars", "--optim: invalid choice: 'mars'"),
         ("--optim_args gama=1", "gama"),
         ("--blocksize 16", "['--blocksize', '16']"),
     ],
 )
-def test_wrong_input_is_one_line(tokens, tmp_path, monkeypatch, argv, line):
+def test_wrong_input_is_one_line(tokens, tmp_path, monkeypatch, capsys, argv, line):
     monkeypatch.chdir(tmp_path)
     for folder in ("half", "empty"):
         Path(folder).mkdir()
@@ -125,15 +170,15 @@ def test_wrong_input_is_one_line(tokens, tmp_path, monkeypatch, argv, line):
     Path("empty", "train.bin").touch()
     with pytest.raises(SystemExit) as end:
         run(tmp_path / "run", tokens, *argv.split())
-    message = str(end.value.code)  # Python prints it on stderr, and ends with 1
-    assert message.startswith("pretrain_minimal.py: ") and line in message and "\n" not in message
+    message = capsys.readouterr().err.strip().splitlines()[-1]
+    assert end.value.code == 2 and message.startswith("pretrain_minimal.py: error: ") and line in message
 
 
 def test_processes_that_do_not_know_of_each_other_stop(monkeypatch):
-    args: Any = SimpleNamespace(world_size=1)
+    training: Any = SimpleNamespace(world_size=1)
     monkeypatch.setenv("WORLD_SIZE", "2")  # as a config for GPUs does on a machine without them
     with pytest.raises(ValueError, match="processes are not connected, so each would train alone; add --use_cpu true"):
-        pretrain_minimal.build(args)
+        pretrain_minimal.build(pretrain_minimal.Arguments(), training)
 
 
 # Relative to the largest element of a tensor; tests/distributed/test_parity.py has them too.
@@ -156,21 +201,3 @@ def test_two_processes_give_the_weights_of_one(tokens, tmp_path, rule):
     assert one.keys() == two.keys()
     for name, expected in one.items():
         assert (two[name] - expected).abs().max() <= BARS[rule] * expected.abs().max(), name
-
-
-def test_only_public_names():
-    """It imports no other recipe, and nothing that begins with an underscore, of a module, a class or an object."""
-    nodes = list(ast.walk(ast.parse(SCRIPT.read_text(encoding="utf-8"))))
-    names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-    for node in nodes:
-        if isinstance(node, ast.ImportFrom):
-            assert node.module and not node.level
-            names += [f"{node.module}.{alias.name}" for alias in node.names]
-    roots = {name.partition(".")[0] for name in names}
-    assert roots - sys.stdlib_module_names == {"mars_hf", "numpy", "torch", "transformers"}
-    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)} - {"_exit"}  # Python documents it
-    parts = attributes | {part for name in names for part in name.split(".")}
-    assert not [part for part in parts if part.startswith("_")]
-    of_mars = {node.attr for node in nodes if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "mars_hf"}
-    assert of_mars == {"register"} and of_mars <= set(mars_hf.__all__)
-    assert [name for name in names if name.startswith("mars_hf")] == ["mars_hf"]

@@ -14,14 +14,6 @@ from typing import NoReturn
 
 from pretraining.run import launcher
 
-# What a recipe needs to be installed.
-_EXTRAS = {
-    "evaluate_checkpoint": "recipes,eval",
-    "finetune_lm": "recipes,finetune",
-    "finetune_vit": "recipes,finetune",
-    "sft_lora": "recipes,finetune",
-}
-
 
 @contextlib.contextmanager
 def one_line_errors(program: str) -> Iterator[None]:
@@ -62,7 +54,7 @@ def run(recipe: str) -> NoReturn:
     try:
         module = importlib.import_module(recipe)
     except ModuleNotFoundError as error:
-        extras = _EXTRAS.get(recipe, "recipes")
+        extras = "recipes,eval" if recipe == "evaluate_checkpoint" else "recipes"
         _print(f"{recipe}.py", f"{error}; it needs pip install -c constraints.txt -e '.[{extras}]'")
         raise SystemExit(2) from error
     module.main()

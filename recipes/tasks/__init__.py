@@ -1,1 +1,0 @@
-"""Modules that the recipes for other data and tasks share."""
