@@ -86,7 +86,6 @@ class FinetuneArguments(RecipeArguments, LoraArguments, TrainingArguments):
             self.adam_beta2 = 0.999 if self.model_name_or_path else 0.95
         self.fill_in(starts, f"finetune-{'lora' if self.use_peft else 'full'}")
         super().__post_init__()
-        self.check()
 
 
 @errors.one_line_errors("finetune_lm.py")

@@ -69,7 +69,6 @@ class VitArguments(RecipeArguments, TrainingArguments):
         """Fill in what the command line leaves out."""
         self.fill_in(finetuning.suggested(5e-5) if self.model_name_or_path else STARTS, "vit")
         super().__post_init__()
-        self.check()
 
 
 @errors.one_line_errors("finetune_vit.py")

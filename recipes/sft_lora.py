@@ -67,7 +67,6 @@ class SftArguments(RecipeArguments, LoraArguments, SFTConfig):
         if self.bf16 is None:
             self.bf16 = not self.fp16 and not self.use_cpu and is_torch_bf16_gpu_available()
         super().__post_init__()
-        self.check()
 
 
 @errors.one_line_errors("sft_lora.py")

@@ -17,16 +17,6 @@ from pretraining.run import checks
 
 from mars_hf.groups.suggest import FINETUNING_BETAS, suggest
 
-# Counts: at least 1.
-_COUNTS = (
-    "per_device_train_batch_size",
-    "per_device_eval_batch_size",
-    "gradient_accumulation_steps",
-    "max_eval_blocks",
-    "block_size",
-    "lora_r",
-)
-
 
 class SuggestedRate(NamedTuple):
     """Learning rate to start from with one optimizer, and further settings as `--optim_args` takes them."""
@@ -76,7 +66,7 @@ class RecipeArguments:
         """Fill in folder, learning rate and optim_args that the command line leaves out.
 
         Raises:
-            ValueError: there is no learning rate to start from.
+            ValueError: there is no learning rate to start from, or no run can have a value.
         """
         suggested_rate = rates.get(self.optim)
         if self.learning_rate is None and suggested_rate is None:
@@ -88,11 +78,13 @@ class RecipeArguments:
             self.learning_rate = suggested_rate.learning_rate if self.learning_rate is None else self.learning_rate
             self.optim_args = suggested_rate.optim_args if self.optim_args is None else self.optim_args
         self.output_dir = self.output_dir or f"runs/{name}-{self.optim}"
+        self._check()
 
-    def check(self) -> None:
-        """Raise ValueError for what no run can have; called before data are read."""
-        checks.numbers(vars(self), _COUNTS)
-        checks.reports(self.report_to)  # type: ignore[attr-defined]  # of TrainingArguments
+    def _check(self) -> None:
+        """Raise ValueError for what no run can have, before TrainingArguments sees it."""
+        checks.numbers(vars(self))
+        checks.words(vars(self))
+        checks.schedule(self.lr_scheduler_type, vars(self)["lr_scheduler_kwargs"])
         if not 0 < self.test_size < 1:
             raise ValueError(f"--test_size {self.test_size}: give a share between 0 and 1")
 
@@ -155,6 +147,8 @@ def train(trainer: Any, name: str, general: datasets.Dataset | None = None, **ca
     args, output = trainer.args, Path(trainer.args.output_dir)
     if (output / "metrics.json").exists():
         raise ValueError(f"{output} holds a finished run; give another --output_dir, or delete it")
+    checks.batch("per_device_train_batch_size", args.per_device_train_batch_size, len(trainer.train_dataset))
+    checks.batch("per_device_eval_batch_size", args.per_device_eval_batch_size, len(trainer.eval_dataset))
     if metric := args.metric_for_best_model:
         measured = trainer.evaluate()
         if f"eval_{metric.removeprefix('eval_')}" not in measured:
