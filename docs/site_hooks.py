@@ -15,8 +15,8 @@ from mkdocs.structure.files import File, Files
 from mars_hf.groups.settings import SETTINGS
 
 ROOT = Path(__file__).resolve().parent.parent
-# A path relative to docs/, as pages write it -> where the site has it.
-_MOVED = {"../benchmarks/results/": "images/results/", "../CHANGELOG.md": "changelog.md"}
+# The beginning of a path, as pages and the changelog write it -> where the site has it.
+_MOVED = {"../benchmarks/results/": "images/results/", "../CHANGELOG.md": "changelog.md", "docs/": ""}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -159,8 +159,9 @@ class Mars(torch.optim.Optimizer):
         process_group: ranks that hold the same whole parameters and take every step together, on the same gradients,
             such as those of DistributedDataParallel: they share the work of mars-shampoo and mars-m. None lets each
             rank work alone; a Trainer under DistributedDataParallel gives it. Not saved.
-        foreach, capturable, differentiable: torch's, for code that gives all its optimizers the same keywords; accepted
-            at their defaults alone.
+        foreach: torch's, for code that gives all its optimizers the same keywords; accepted at its default alone.
+        capturable: the same.
+        differentiable: the same.
 
     Raises:
         ValueError: a value out of range, an unknown key in a group, an empty parameter list, a setting that no

@@ -107,6 +107,7 @@ def _to_gpt2(model_args: dict[str, Any], weights: dict[str, torch.Tensor], activ
         if not name.endswith(".attn.bias")
     }
     end_of_text = 50256 if model_args["vocab_size"] in GPT2_VOCABULARY else None
+    pretrained.check_layers("model_args", "n_layer", model_args["n_layer"])
     config = GPT2Config(
         vocab_size=model_args["vocab_size"],
         n_positions=model_args["block_size"],

@@ -30,6 +30,7 @@ from accelerate import Accelerator
 from pretraining import pretrained
 from pretraining.data import embedded, token_files
 from pretraining.data.token_files import TokenDataset
+from pretraining.run import checks
 from torch.nn import functional
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
@@ -70,6 +71,7 @@ class Arguments:
 def main(argv: list[str] | None = None) -> None:
     """Evaluate, write the results and print them; `argv` is the command line without the program's name."""
     (args,) = HfArgumentParser(Arguments).parse_args_into_dataclasses(argv)  # type: ignore[arg-type]
+    checks.numbers(vars(args))
     output = Path(args.output_file)
     output.parent.mkdir(parents=True, exist_ok=True)
     accelerator = Accelerator(cpu=args.use_cpu)
@@ -119,6 +121,7 @@ def held_out_loss(args: Arguments, model: Any, tokenizer: Any | None, accelerato
     ):
         raise ValueError(f"--model {args.model} has another tokenizer than {directory}; give data of its own tokenizer")
     blocks = TokenDataset(directory, "val", block, args.max_eval_blocks)
+    checks.batch("batch_size", args.batch_size, len(blocks))
     loss = mean_loss(model, blocks, accelerator, args)
     if not math.isfinite(loss):
         raise ValueError(f"--model {args.model}: the loss is {loss}; are its weights finite? Try --dtype float32")

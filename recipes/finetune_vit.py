@@ -162,13 +162,12 @@ def main(argv: list[str] | None = None) -> Trainer:
     trainer.save_model()
     trainer.save_state()
     trainer.save_metrics("eval", metrics)
-    before = next((row for row in trainer.state.log_history if row["step"] == 0), {})
+    before: dict[str, float] = next((row for row in trainer.state.log_history if row["step"] == 0), {})
     if trainer.is_world_process_zero():
         trainer.create_model_card(dataset=args.dataset_name)
         for name in ("eval_loss", "eval_accuracy"):
-            print(
-                f"held-out {name.removeprefix('eval_')}: {before.get(name, math.nan):.3f} before, {metrics[name]:.3f} after"
-            )
+            label = name.removeprefix("eval_")
+            print(f"held-out {label}: {before.get(name, math.nan):.3f} before, {metrics[name]:.3f} after")
         print(
             f"saved in {training.output_dir}; upload it by --push_to_hub true, or hf upload NAME {training.output_dir}"
         )

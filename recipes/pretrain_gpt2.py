@@ -20,6 +20,7 @@ if __name__ == "__main__":
     errors.run("pretrain_gpt2")  # above the imports that take seconds: it watches the launcher
 
 import contextlib
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from typing import Any
 from pretraining import files
 from pretraining.data import embedded, token_files
 from pretraining.data.token_files import TokenDataset
-from pretraining.run import arguments, checkpoints, model, optimizers, processes, report, resuming
+from pretraining.run import arguments, checkpoints, checks, model, optimizers, processes, report, resuming
 from pretraining.run.arguments import RunArguments
 from pretraining.run.checkpoints import PretrainingTrainer
 from pretraining.run.torch_optimizers import GammaSchedule
@@ -67,6 +68,10 @@ def _train(run: RunArguments, output: Path, prepare: Callable[[PretrainingTraine
         source = token_files.load(directory, verify=run.data.verify_data and training.local_process_index == 0)
     train_set = TokenDataset(directory, "train", run.model.block_size)
     eval_set = TokenDataset(directory, "val", run.model.block_size, run.data.max_eval_blocks)
+    checks.batch("per_device_train_batch_size", training.per_device_train_batch_size, len(train_set))
+    checks.batch("per_device_eval_batch_size", training.per_device_eval_batch_size, len(eval_set))
+    if training.sample_tokens:
+        report.check_prompt(source.tokenizer, training.sample_prompt, run.model.block_size)
 
     # A new run, or a checkpoint of this one.
     settings = resuming.settings_of(run, source.identity, training.world_size)
@@ -121,6 +126,12 @@ def _train(run: RunArguments, output: Path, prepare: Callable[[PretrainingTraine
         return
     if not any("eval_loss" in row and row["step"] == trainer.state.global_step for row in trainer.state.log_history):
         trainer.evaluate()
+    loss = next(row["eval_loss"] for row in reversed(trainer.state.log_history) if "eval_loss" in row)
+    if not math.isfinite(loss):
+        raise ValueError(
+            f"the held-out loss is {loss}; start again with a lower --learning_rate (now {training.learning_rate}), or "
+            "the usual --eps, and another --output_dir"
+        )
 
     # Report.
     network.config.use_cache = True  # Trainer turns it off for training

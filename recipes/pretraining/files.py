@@ -40,6 +40,18 @@ def locked(folder: Path, verb: str, *, wait: bool = False) -> Iterator[None]:
         yield
 
 
+def read_json(path: Path) -> Any:
+    """Return the content of a JSON file.
+
+    Raises:
+        ValueError: it is no JSON, or nested more deeply than Python reads.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON file; numbers that are not finite, which JSON does not have, become null."""
     write_text(path, json.dumps(_finite(content), indent=2, allow_nan=False) + "\n")

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -348,16 +349,44 @@ def test_estimates_of_the_papers_runs(size):
 # --- the site, its figures and links ----------------------------------------------------------------------------------
 
 
-@pytest.mark.skipif(
+needs_mkdocs = pytest.mark.skipif(
     importlib.util.find_spec("material") is None or importlib.util.find_spec("mkdocstrings") is None,
     reason="the test extra brings mkdocs-material and mkdocstrings",
 )
+
+
+def build_site(folder, site):
+    """Build the site of a folder; not with --quiet, under which mkdocs counts no warnings and --strict never fails."""
+    environment = {**os.environ, "PYTHONPATH": str(folder), "NO_MKDOCS_2_WARNING": "1"}
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
+    return subprocess.run(build, cwd=folder, capture_output=True, text=True, env=environment)
+
+
+@needs_mkdocs
+@pytest.mark.slow
+def test_build_fails_for_dead_links_and_missing_pictures(tmp_path):
+    """In a copy: a missing page, section, picture, and picture of the benchmarks are one warning each."""
+    copy = tmp_path / "copy"
+    for part in ("docs", "mars_hf", "benchmarks/results"):
+        shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("*.json", "__pycache__"))
+    for file in ("mkdocs.yml", "CHANGELOG.md"):
+        shutil.copy(ROOT / file, copy / file)
+    with (copy / "docs" / "hub.md").open("a", encoding="utf-8") as page:
+        page.write("\n[a](nopage.md) [b](speed.md#nosection) ![c](images/nopicture.png)\n")
+    with (copy / "CHANGELOG.md").open("a", encoding="utf-8") as page:
+        page.write("\n[d](docs/nochange.md) ![e](benchmarks/results/noresult.png)\n")
+    finished = build_site(copy, tmp_path / "site")
+    assert finished.returncode != 0
+    for wrong in ("nopage.md", "#nosection", "nopicture.png", "nochange.md", "noresult.png"):
+        assert wrong in finished.stderr, finished.stderr
+    assert "Aborted with 5 warnings" in finished.stderr + finished.stdout, finished.stderr
+
+
+@needs_mkdocs
 @pytest.mark.slow
 def test_site_builds(tmp_path):
     """It has every public name, all pictures and the changelog, and loads nothing from elsewhere."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
-    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
-    finished = subprocess.run(build, cwd=ROOT, capture_output=True, text=True, env=environment)
+    finished = build_site(ROOT, tmp_path)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     page = (tmp_path / "api" / "index.html").read_text(encoding="utf-8")
     assert [name for name in mars_hf.__all__ if f'id="mars_hf.{name}"' not in page] == []

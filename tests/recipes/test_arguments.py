@@ -122,6 +122,14 @@ def test_config_section_and_command_line():
         ("--dropout 1", r"--dropout 1.0: give a number in \[0, 1\)"),
         ("--max_grad_norm inf", "--max_grad_norm inf: give a finite number"),
         ("--activation_function geluu", "--activation_function geluu: accepted: .*gelu_new"),
+        ("--eval_accumulation_steps 0", "--eval_accumulation_steps 0: give an integer from 1 on"),
+        ("--dataloader_prefetch_factor -1", "--dataloader_prefetch_factor -1: give an integer from 1 on"),
+        ("--seed -1", "--seed -1: give an integer from 0 on"),
+        ("--neftune_noise_alpha -1", "--neftune_noise_alpha -1.0: give a number from 0 on"),
+        ("--label_names x", "--label_names x: the recipe's data have labels alone"),
+        ("--torch_compile_mode x", "--torch_compile_mode x: accepted: default, "),
+        ("--deepspeed 0", "--deepspeed 0: no such file; give a JSON file"),
+        ('--lr_scheduler_kwargs {"min_lr_rate":"x"}', "min_lr_rate.*unsupported .*; give --lr_scheduler_kwargs"),
         ("--report_to carrier_pigeon", "--report_to carrier_pigeon: unknown, or not installed; here are: .*none"),
         ("--release_gradients true", "--release_gradients with --max_grad_norm 1.0 .* give --max_grad_norm 0"),
         ("learning_rate: 2020-01-01", "mine.yaml is not YAML of settings: found timestamp; write a number, a word"),
@@ -296,11 +304,12 @@ def test_gamma_schedule(shape, factors):
         (OSError(errno.ENOSPC, "No space left", "/disk/x"), 2, "program: [Errno 28] No space left: '/disk/x'\n"),
         (OverflowError("too large"), 2, "program: too large\n"),
         (ValueError("\x1b[31mred " + "9" * 400), 2, f"program: \\x1b[31mred {'9' * 200}...\n"),
+        (ImportError("install x"), 2, "program: install x\n"),
         (KeyboardInterrupt(), 130, "program: interrupted\n"),
         (KeyError("x"), None, ""),
         (SystemExit(3), 3, ""),
     ],
-    ids=["value", "system", "number", "text of others", "ctrl-c", "ours", "exit"],
+    ids=["value", "system", "number", "text of others", "package", "ctrl-c", "ours", "exit"],
 )
 def test_errors_of_the_first_process(error, code, line, capsys, monkeypatch):
     """One line, unless they are mistakes of the program."""
@@ -315,6 +324,17 @@ def test_errors_of_the_first_process(error, code, line, capsys, monkeypatch):
     with pytest.raises(SystemExit), one_line_errors("program"):
         pass
     assert "LOCAL_RANK=two in the environment is not a number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"])
+def test_plugins_without_their_launcher(name, capsys, monkeypatch):
+    monkeypatch.setenv(name, "true")
+    with pytest.raises(SystemExit), one_line_errors("program"):
+        pytest.fail("it began")
+    assert f"{name}=true in the environment is for accelerate launch; unset it" in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "0")
+    with one_line_errors("program"):
+        pass
 
 
 ENDING = """

@@ -278,6 +278,29 @@ def token(index, value):
     return lambda content: content[: 2 * index] + value.to_bytes(2, "little") + content[2 * index + 2 :]
 
 
+def change_val_bytes(value):
+    """Return a change of meta.json that replaces the bytes of the held-out text."""
+
+    def change(content):
+        meta = json.loads(content)
+        meta["val"]["bytes"] = value
+        return json.dumps(meta).encode()
+
+    return change
+
+
+@pytest.mark.parametrize(
+    "content", [b"{}", b"[]", b"{", b"\xff", b"[" * 10**5], ids=["{}", "[]", "{", "bytes", "brackets"]
+)
+def test_tokenizer_that_is_none(folder, content):
+    """With the hash that meta.json promises."""
+    (folder / "tokenizer" / "tokenizer.json").write_bytes(content)
+    meta = json.loads((folder / "meta.json").read_text())
+    token_files.write_meta(folder, {key: value for key, value in meta.items() if key != "tokenizer_files"})
+    with pytest.raises(ValueError, match=r"/tokenizer: transformers loads no tokenizer from it \(.*; copy the folder"):
+        token_files.load(folder)
+
+
 @pytest.mark.parametrize(
     ("name", "change", "words"),
     [
@@ -293,7 +316,12 @@ def token(index, value):
         ("meta.json", lambda _: _.replace(b"c.jsonl", b"c\\n"), r"/meta.json: dataset 'c\n' is not a name"),
         *(
             ("meta.json", lambda _, content=content: content, "/meta.json is damaged (")
-            for content in (b"", b'{"dataset": "toy",\n', b"[1]", b"{}", b'{"train": {"tokens": 1}}', b"\xff")
+            for content in (b"", b'{"dataset": "toy",\n', b"[1]", b"{}", b'{"vocab_size": 1}', b"\xff")
+        ),
+        pytest.param("meta.json", lambda _: b"[" * 10**5 + b"]" * 10**5, "/meta.json is damaged (", id="brackets"),
+        *(
+            ("meta.json", change_val_bytes(value), f"/meta.json: val.bytes is {value!r}, not an integer from 1 on")
+            for value in (0, -1, 2.5, "x", True)
         ),
     ],
 )

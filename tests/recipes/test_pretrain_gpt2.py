@@ -190,6 +190,23 @@ def test_push_to_hub(tokens, tmp_path, monkeypatch):
     assert data.base_model is data.datasets is None and all(result.dataset_type for result in data.eval_results)
 
 
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["--sample_prompt", "word " * 99], "--sample_prompt 'word word .* tokens; give one of less than 32"),
+        (["--per_device_train_batch_size", "999999999"], "--per_device_train_batch_size 999999999: the data have"),
+        (["--per_device_eval_batch_size", "1025"], "--per_device_eval_batch_size 1025: the data have 8 sequences"),
+        (["--attn_implementation", "flash_attention_2"], "[Ff]lash"),
+        (["--eps", "0", "--max_steps", "1"], "the held-out loss is nan; start again with a lower --learning_rate"),
+    ],
+)
+def test_values_that_only_data_or_model_refuse(tmp_path, tokens, words, line):
+    """No traceback, and no result."""
+    with refused(line):
+        run(tmp_path / "run", tokens, *words)
+    assert not (tmp_path / "run" / "metrics.json").exists()
+
+
 @pytest.mark.slow
 def test_default_job(tmp_path):
     """The first command of the README, a tenth of its steps and less held-out text, on one core of two."""

@@ -16,6 +16,8 @@ from torch.utils.data import Dataset
 from tqdm.auto import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from pretraining import files
+
 DTYPE = np.dtype("<u2")
 SPLITS = ("train", "val")
 _NAMES = {"train.bin", "val.bin", "meta.json", "tokenizer"}
@@ -46,21 +48,37 @@ def load(directory: Path, *, verify: bool = False) -> Data:
     if not path.is_file():
         raise ValueError(f"{directory} has no meta.json: make token files with prepare_data.py, and give their folder")
     try:
-        meta = json.loads(path.read_text(encoding="utf-8"))
+        meta = files.read_json(path)
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); {_AGAIN}") from error
+    try:
+        _check_count(path, "vocab_size", meta["vocab_size"])
         for split in SPLITS:
+            for name in ("tokens", "bytes"):
+                _check_count(path, f"{split}.{name}", meta[split][name])
             _check_tokens(Path(directory) / f"{split}.bin", meta[split], meta["vocab_size"], verify)
         changed = sorted(dict(meta["tokenizer_files"].items() - _tokenizer_hashes(directory).items()))
         identity = {"dataset": meta["dataset"], "vocabulary": meta["vocab_size"]}
         identity |= {f"{split} tokens": meta[split]["sha256"] for split in SPLITS}
         bytes_per_token = meta["val"]["bytes"] / meta["val"]["tokens"]
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} is damaged ({error!r:.200}); {_AGAIN}") from error
     if not (isinstance(meta["dataset"], str) and meta["dataset"].isprintable()):  # it goes to terminals and cards
         raise ValueError(f"{path}: dataset {meta['dataset']!r:.200} is not a name; give one of printable characters")
     if changed:
         raise ValueError(f"{directory}/tokenizer: {changed!r:.200} is missing or not what was prepared; {_AGAIN}")
-    tokenizer = AutoTokenizer.from_pretrained(Path(directory) / "tokenizer", trust_remote_code=False)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(Path(directory) / "tokenizer", trust_remote_code=False)
+    except Exception as error:  # tokenizers raises Exception itself
+        raise ValueError(
+            f"{directory}/tokenizer: transformers loads no tokenizer from it ({error!r:.200}); {_AGAIN}"
+        ) from error
     return Data(Path(directory), tokenizer, meta["dataset"], bytes_per_token, identity)
+
+
+def _check_count(path: Path, name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{path}: {name} is {value!r:.200}, not an integer from 1 on; {_AGAIN}")
 
 
 def _tokenizer_hashes(directory: Path) -> dict[str, str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
-from transformers import HfArgumentParser, TrainingArguments, get_scheduler
+from transformers import HfArgumentParser, TrainingArguments
 from transformers.activations import ACT2FN
 
 from mars_hf.groups import plain_yaml
@@ -239,8 +239,9 @@ def read(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Path]:
     _check_names(values)
     if values.output_dir is None:
         values.output_dir = f"runs/{path.stem}-{chosen}" + ("-exact" if values.is_approx is False else "")
-    _check_schedule(values)
-    checks.numbers(vars(values), _COUNTS)
+    checks.numbers(vars(values))
+    checks.words(vars(values))
+    checks.schedule(values.lr_scheduler_type, values.lr_scheduler_kwargs)
     _check_model(values)
     _check_run(values)
     return values, path
@@ -312,23 +313,6 @@ def _meant(name: str) -> str:
     return f"; did you mean {ours!r}?" if ours in OPTIMIZERS else ""
 
 
-# Counts: at least 1.
-_COUNTS = (
-    "n_layer",
-    "n_head",
-    "n_kv_head",
-    "n_embd",
-    "n_inner",
-    "block_size",
-    "vocab_size",
-    "embedded_vocab_size",
-    "per_device_train_batch_size",
-    "per_device_eval_batch_size",
-    "gradient_accumulation_steps",
-    "max_eval_blocks",
-    "cpu_threads",
-    "nonfinite_patience",
-)
 _MOST_PARAMETERS = 10**12
 
 
@@ -351,8 +335,7 @@ def _check_model(values: argparse.Namespace) -> None:
 
 
 def _check_run(values: argparse.Namespace) -> None:
-    """Raise ValueError for reports and steps that the run could not make."""
-    checks.reports(values.report_to)
+    """Raise ValueError for steps that the run could not make."""
     changes_gradients = values.max_grad_norm or values.gradient_accumulation_steps > 1 or values.fp16
     if values.release_gradients and changes_gradients:
         raise ValueError(
@@ -360,16 +343,3 @@ def _check_run(values: argparse.Namespace) -> None:
             f"{values.gradient_accumulation_steps} --fp16 {values.fp16}: parameters step inside backward(); give "
             "--max_grad_norm 0, --gradient_accumulation_steps 1 and no fp16"
         )
-
-
-def _check_schedule(values: argparse.Namespace) -> None:
-    """Make the schedule once for a parameter of its own: its settings depend on its kind."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    kind, settings = values.lr_scheduler_type, values.lr_scheduler_kwargs
-    try:
-        settings = json.loads(settings) if isinstance(settings, str) else settings
-        get_scheduler(kind, optimizer, 1, 10, scheduler_specific_kwargs=settings)
-    except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"--lr_scheduler_type {kind}: {error}; give --lr_scheduler_kwargs '{{\"NAME\": VALUE}}', or '{{}}' for none"
-        ) from None

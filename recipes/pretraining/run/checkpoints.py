@@ -75,7 +75,7 @@ def read(folder: Path) -> Manifest:
         ValueError: it is missing or damaged; the message says what is wrong, without the folder's name.
     """
     try:
-        content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        content = files.read_json(folder / MANIFEST)
         digest = content.pop("sha256")
         manifest = Manifest(**content)
     except FileNotFoundError:

@@ -19,8 +19,8 @@ from pretraining.run import launcher
 def one_line_errors(program: str) -> Iterator[None]:
     """Decorate a program's `main`: wrong input ends it with one line and exit code 2, Ctrl-C with 130.
 
-    Wrong input is a ValueError, an OSError or a number too large; other exceptions keep their traceback. Of several
-    processes the first of each machine prints.
+    Wrong input is a ValueError, an OSError, a number too large, or a setting that needs a package that is not here;
+    other exceptions keep their traceback. Of several processes the first of each machine prints.
 
     Args:
         program: name before the message.
@@ -29,13 +29,22 @@ def one_line_errors(program: str) -> Iterator[None]:
         for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
             if not re.fullmatch(r"-?\d+", value := os.environ.get(name, "0")):
                 raise ValueError(f"{name}={value} in the environment is not a number; unset it, or launch anew")
+        _check_launched()
         yield
-    except (ValueError, OSError, OverflowError) as error:
+    except (ValueError, OSError, OverflowError, ImportError) as error:
         _print(program, " ".join(str(error).split()) or type(error).__name__)
         raise SystemExit(2) from error
     except KeyboardInterrupt as error:
         _print(program, "interrupted")
         raise SystemExit(128 + signal.SIGINT) from error
+
+
+def _check_launched() -> None:
+    """Raise ValueError for a plugin that accelerate's launcher sets up, in a process that no launcher started."""
+    for name in ("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_MEGATRON_LM"):
+        value = os.environ.get(name, "")
+        if value.lower() in ("1", "true", "yes", "on", "y", "t") and "RANK" not in os.environ:
+            raise ValueError(f"{name}={value} in the environment is for accelerate launch; unset it, or launch with it")
 
 
 def run(recipe: str) -> NoReturn:

@@ -112,14 +112,24 @@ def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
+def check_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, block_size: int) -> None:
+    """Raise ValueError for a prompt that leaves a block no token for the sample."""
+    tokens = len(tokenizer(prompt).input_ids)
+    if tokens >= block_size:
+        raise ValueError(
+            f"--sample_prompt {prompt[:40]!r}... has {tokens:,} tokens; give one of less than {block_size:,}, the "
+            "--block_size, or --sample_tokens 0 for no sample"
+        )
+
+
 def sample(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: int, seed: int) -> str:
     """Continue `prompt` by sampling at temperature 0.8 from the tokenizer's tokens."""
     set_seed(seed)
-    room = model.config.max_position_embeddings - len(tokenizer(prompt).input_ids)
+    room = model.config.max_position_embeddings - len(tokenizer(prompt).input_ids)  # `check_prompt` left some
     generate: Any = TextGenerationPipeline(model=model, tokenizer=tokenizer)
     (continued,) = generate(
         prompt,
-        max_new_tokens=max(1, min(tokens, room)),
+        max_new_tokens=min(tokens, room),
         do_sample=True,
         temperature=0.8,
         top_k=50,

@@ -107,7 +107,7 @@ def settings_of(run: RunArguments, data: dict[str, Any], world_size: int) -> dic
 def read_run(output: Path) -> RunIdentity | None:
     """Return the run of a folder; None if it names none that can be read."""
     try:
-        content = json.loads((output / RUN).read_text(encoding="utf-8"))
+        content = files.read_json(output / RUN)
         return RunIdentity(str(content["id"]), dict(content["settings"]))
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -172,7 +172,10 @@ def choose(training: Any, output: Path, settings: dict[str, Any]) -> ResumePoint
         return ResumePoint(begin(output, settings))
     _compare(run.settings, settings, output)
     if result.exists():
-        steps = json.loads(result.read_text(encoding="utf-8"))["steps"]
+        try:
+            steps = int(files.read_json(result)["steps"])
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{result} is damaged ({error!r:.200}); delete it, and the run resumes") from error
         if steps >= training.max_steps:
             print(f"{output} holds this run, finished after step {steps}; nothing is missing")
             return ResumePoint(run, is_complete=True)
