@@ -162,15 +162,13 @@ def main(argv: list[str] | None = None) -> Trainer:
     trainer.save_model()
     trainer.save_state()
     trainer.save_metrics("eval", metrics)
-    before: dict[str, float] = next((row for row in trainer.state.log_history if row["step"] == 0), {})
+    first: dict[str, Any] = next((row for row in trainer.state.log_history if row["step"] == 0), {})
     if trainer.is_world_process_zero():
         trainer.create_model_card(dataset=args.dataset_name)
         for name in ("eval_loss", "eval_accuracy"):
-            label = name.removeprefix("eval_")
-            print(f"held-out {label}: {before.get(name, math.nan):.3f} before, {metrics[name]:.3f} after")
-        print(
-            f"saved in {training.output_dir}; upload it by --push_to_hub true, or hf upload NAME {training.output_dir}"
-        )
+            before, after = first.get(name, math.nan), metrics[name]
+            print(f"held-out {name.removeprefix('eval_')}: {before:.3f} before, {after:.3f} after")
+        print(f"saved in {training.output_dir}; --push_to_hub true, or hf upload NAME FOLDER, uploads it")
     if training.push_to_hub:
         trainer.push_to_hub(dataset=args.dataset_name)
     trainer.end()

@@ -160,12 +160,7 @@ def main(argv: list[str] | None = None) -> None:
     try:
         args, training = parser.parse_args_into_dataclasses(argv)
         trainer = build(args, training)
-    except (
-        ValueError,
-        OSError,
-        RuntimeError,
-        DatasetsError,
-    ) as error:  # RuntimeError: --report_to names a tracker that is not here
+    except (ValueError, OSError, RuntimeError, DatasetsError) as error:
         parser.error(" ".join(str(error).split()))
     trainer.train(resume_from_checkpoint=training.resume_from_checkpoint)
     trainer.log_metrics("eval", trainer.evaluate())

@@ -35,11 +35,10 @@ from trl import (
 
 import mars_hf
 
-ANIMALS = (
-    "cow moos barn grass,duck quacks pond weeds,dog barks kennel meat,cat meows house fish,sheep bleats meadow hay"
+ANIMALS = (  # its sound, home and food
+    "cow moos barn grass,duck quacks pond weeds,dog barks kennel meat,cat meows house fish,sheep bleats meadow hay,"
+    "horse neighs stable oats,pig grunts sty roots,owl hoots tree mice,frog croaks swamp flies,bee hums hive pollen"
 )
-ANIMALS += ",horse neighs stable oats,pig grunts sty roots,owl hoots tree mice,frog croaks swamp flies"
-ANIMALS += ",bee hums hive pollen"
 QUESTIONS = {
     "A {0} {1}.": ["What sound does a {0} make?", "How does a {0} sound?", "Which noise comes from a {0}?"],
     "A {0} lives in a {2}.": ["Where does a {0} live?", "Where is the home of a {0}?", "Where do I find a {0}?"],
@@ -167,15 +166,13 @@ def main(argv: list[str] | None = None) -> SFTTrainer:
     trainer.save_model()
     trainer.save_state()
     trainer.save_metrics("eval", metrics)
-    before: dict[str, float] = next((row for row in trainer.state.log_history if row["step"] == 0), {})
+    first: dict[str, Any] = next((row for row in trainer.state.log_history if row["step"] == 0), {})
     if trainer.is_world_process_zero():
         trainer.create_model_card(dataset_name=data.dataset_name)
         for name in ("eval_loss", "eval_mean_token_accuracy"):
-            label = name.removeprefix("eval_")
-            print(f"held-out {label}: {before.get(name, math.nan):.3f} before, {metrics[name]:.3f} after")
-        print(
-            f"saved in {training.output_dir}; upload it by --push_to_hub true, or hf upload NAME {training.output_dir}"
-        )
+            before, after = first.get(name, math.nan), metrics.get(name, math.nan)
+            print(f"held-out {name.removeprefix('eval_')}: {before:.3f} before, {after:.3f} after")
+        print(f"saved in {training.output_dir}; --push_to_hub true, or hf upload NAME FOLDER, uploads it")
     if training.push_to_hub:
         trainer.push_to_hub(dataset_name=data.dataset_name)
     if training.world_size == 1:
