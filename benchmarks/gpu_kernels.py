@@ -6,7 +6,9 @@
     TRITON_INTERPRET=1 python benchmarks/gpu_kernels.py --device cpu --size tiny --rounds 1    # does it run?
 
 `blocks` times sums and update of mars-adamw by the elements of a tile and of a block, and the warps that share a block.
-`newton_schulz` compares one batch for each shape with a loop over the matrices, and with a large matrix product.
+`newton_schulz` compares one batch for each shape with a loop over the matrices, and with a large matrix product;
+`forms` its plain form with symmetric products, with steps on the Gram matrix, and with both, by shape; `chunks` a step
+of mars-m and its peak by how many elements go through Newton-Schulz at once.
 `launches` counts kernels and copies of a step, and sums their times by name. Results go to
 benchmarks/results/gpu_kernels_DEVICE.json after each part.
 """
@@ -16,6 +18,7 @@ from __future__ import annotations
 import argparse
 import concurrent.futures
 import itertools
+import math
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -28,11 +31,13 @@ from step_cost import ADAMW, RESULTS, Workload, contenders, write_json
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from mars_hf.arithmetic import newton_schulz
 from mars_hf.arithmetic.matrix_layouts import MatrixLayout
 from mars_hf.arithmetic.newton_schulz import orthogonalize
 from mars_hf.arithmetic.orthogonalize import flops as flops_of
 from mars_hf.arithmetic.rules import Options
-from mars_hf.kernels import gpu
+from mars_hf.distributed import exchange
+from mars_hf.kernels import gpu, symmetric
 
 TILES, BLOCKS, WARPS = (4096, 8192, 16384, 32768), (512, 1024, 2048, 4096), (4, 8)
 COMPILERS = 12  # processes
@@ -41,6 +46,14 @@ DTYPES = (torch.float32, torch.bfloat16)
 PROFILED = (ADAMW, "AdamW foreach", "Mars", "Mars fused=False", "mars-m", "Muon, AdamW for the rest")
 STEPS = 5  # in a profile
 ORDER = {"cpu": 256, "cuda": 8192}  # of the large matrix product
+# Ratio from which on steps are taken on the Gram matrix, and the symmetric products.
+FORMS = {
+    "plain": (math.inf, None),
+    "symmetric": (math.inf, symmetric),
+    "Gram": (newton_schulz.GRAM_RATIO, None),
+    "Gram, symmetric": (newton_schulz.GRAM_RATIO, symmetric),
+}
+CHUNKS = [2**power for power in range(22, 28)]  # elements
 # CUDA's calls that put work on a stream.
 CALLS = ("LaunchKernel", "MemcpyAsync", "MemsetAsync")
 
@@ -137,9 +150,14 @@ def _timed(kernels: Kernels, one: Sizes, clock: interleave.Clock) -> Callable[[]
 # --- Newton-Schulz ----------------------------------------------------------------------------------------------------
 
 
+def matrices_of(work: Workload) -> list[Tensor]:
+    """Return the matrices of the blocks."""
+    return [param.detach() for name, param in work.named.items() if param.ndim == 2 and ".h." in name]
+
+
 def measure_newton_schulz(work: Workload, device: torch.device, rounds: int) -> dict[str, Any]:
     """Return FLOP/s of Newton-Schulz on the matrices of the blocks, in batches and one by one, and of a product."""
-    matrices = [param.detach() for name, param in work.named.items() if param.ndim == 2 and ".h." in name]
+    matrices = matrices_of(work)
     large, clock = ORDER[device.type], interleave.Clock(device)
     a, b = (torch.randn(large, large, dtype=torch.bfloat16, device=device) for _ in range(2))
     turns: dict[str, Callable[[], object]] = {
@@ -176,6 +194,68 @@ def plain_newton_schulz(matrix: Tensor) -> Tensor:
     return x.mT if matrix.shape[0] > matrix.shape[1] else x
 
 
+def measure_forms(work: Workload, device: torch.device, rounds: int) -> list[dict[str, Any]]:
+    """Return milliseconds of each form for all matrices of a shape, and against the plain form; they take turns."""
+    by_shape: dict[tuple[int, ...], list[Tensor]] = {}
+    for matrix in matrices_of(work):
+        by_shape.setdefault(tuple(sorted(matrix.shape)), []).append(matrix.bfloat16())
+    clock = interleave.Clock(device)
+    rows = []
+    for shape, matrices in by_shape.items():
+        turns = {name: _timed_form(name, matrices, clock) for name in FORMS}
+        interleave.take_turns(turns, 2)
+        taken = interleave.take_turns(turns, rounds)
+        for name, seconds in taken.items():
+            ratio = interleave.ratio(seconds, taken["plain"])
+            ms = 1e3 * interleave.median(seconds)
+            rows.append({"shape": shape, "count": len(matrices), "form": name, "ms": ms, "of_plain": ratio})
+    return rows
+
+
+def _timed_form(name: str, matrices: list[Tensor], clock: interleave.Clock) -> Callable[[], float]:
+    ratio, products = FORMS[name]
+
+    def turn() -> float:
+        before, newton_schulz.GRAM_RATIO = newton_schulz.GRAM_RATIO, ratio  # type: ignore[assignment]
+        try:
+            return clock.time(lambda: orthogonalize(matrices, convert=False, products=products)).seconds
+        finally:
+            newton_schulz.GRAM_RATIO = before
+
+    return turn
+
+
+def measure_chunks(work: Workload, device: torch.device, rounds: int) -> list[dict[str, Any]]:
+    """Return milliseconds and peak of a step of mars-m, in bytes a parameter, by the elements of a chunk."""
+    (optimizer,) = contenders()["mars-m"].make(work.named)
+    numel = sum(param.numel() for param in work.named.values())
+    clock = interleave.Clock(device)
+    before = exchange.CHUNK_ELEMENTS, exchange.CHUNK_SHARE
+
+    def timed(elements: int) -> Callable[[], float]:
+        def turn() -> float:
+            exchange.CHUNK_ELEMENTS = elements
+            work.present(0)
+            return clock.time(optimizer.step).seconds
+
+        return turn
+
+    exchange.CHUNK_SHARE = 0.0
+    try:
+        turns = {elements: timed(elements) for elements in CHUNKS}
+        interleave.take_turns(turns, 2)
+        taken = interleave.take_turns(turns, rounds)
+        rows = []
+        for elements, seconds in taken.items():
+            exchange.CHUNK_ELEMENTS = elements
+            work.present(0)
+            _, peak = interleave.trace_memory(optimizer.step, device)
+            rows.append({"elements": elements, "ms": 1e3 * interleave.median(seconds), "bytes": peak / numel})
+    finally:
+        exchange.CHUNK_ELEMENTS, exchange.CHUNK_SHARE = before
+    return rows
+
+
 # --- launches ---------------------------------------------------------------------------------------------------------
 
 
@@ -210,6 +290,8 @@ def measure_launches(work: Workload, device: torch.device, rounds: int) -> dict[
 PARTS: dict[str, Callable[[Workload, torch.device, int], Any]] = {
     "blocks": measure_blocks,
     "newton_schulz": measure_newton_schulz,
+    "forms": measure_forms,
+    "chunks": measure_chunks,
     "launches": measure_launches,
 }
 
@@ -236,6 +318,15 @@ def _rows(part: str, result: Any) -> Iterator[list[str]]:
         yield ["form", "ms", "TFLOP/s", "of a large product"]
         for name, row in result.items():
             yield [name, f"{row['ms']:.3f}", f"{row['tflops']:.1f}", f"{row['of_product']:.0%}"]
+    elif part == "forms":
+        yield ["shape", "matrices", "form", "ms", "of the plain form"]
+        for row in result:
+            shape = " x ".join(map(str, row["shape"]))
+            yield [shape, str(row["count"]), row["form"], f"{row['ms']:.3f}", f"{row['of_plain']:.2f}"]
+    elif part == "chunks":
+        yield ["elements at once", "step (ms)", "temporaries, bytes a parameter"]
+        for row in result:
+            yield [f"2**{math.log2(row['elements']):.0f}", f"{row['ms']:.3f}", f"{row['bytes']:.2f}"]
     else:
         yield ["optimizer", "launches a step", "kernel", "calls", "ms"]
         for name, row in result.items():

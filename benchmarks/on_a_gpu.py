@@ -73,9 +73,10 @@ def parts(output: Path) -> dict[str, Part]:
         "step_cost": Part(
             measured("step_cost", "step_cost", "--resume", "--rounds", "20", "--size", "28m", "small", "large"), 150
         ),
-        "kernels": Part(measured("gpu_kernels", "kernels", "--resume", "--rounds", "8", "--size", "small"), 90),
+        "kernels": Part(measured("gpu_kernels", "kernels", "--resume", "--rounds", "8", "--size", "small"), 120),
         "kernels_large": Part(
-            measured("gpu_kernels", "kernels_large", "--size", "large", "--only", "newton_schulz"), 30
+            measured("gpu_kernels", "kernels_large", "--size", "large", "--only", "newton_schulz", "forms", "chunks"),
+            60,
         ),
         "memory": Part(measured("memory", "memory", "--resume", "--steps", "100"), 120),
         "train_cost_small": Part(trained("train_cost_small", "--batch", "16"), 90),

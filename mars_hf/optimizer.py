@@ -192,9 +192,9 @@ class Mars(torch.optim.Optimizer):
     Without clipping, m_t = (1 - gamma) e_t + gamma g_t with e_t = beta1 e_{t-1} + (1 - beta1) g_t is the same first
     moment, so with `clip_threshold=None` all but mars-adamw with `second_moment="corrected"` keep no last_grad. Tensors
     have the parameter's dtype, or float32 for float16 and bfloat16 parameters, whose update is computed in float32 and
-    rounded once. Loading a state keeps the dtypes it was saved in, but for 8 bits. Newton-Schulz adds 8 to 10 bytes an
-    element in bfloat16, 16 in float32, of at most `2**27` elements (`2**22` on CPUs) at a time; where ranks share the
-    work, the first moments of all matrices of this rank.
+    rounded once. Loading a state keeps the dtypes it was saved in, but for 8 bits. Newton-Schulz adds 8 bytes an
+    element in bfloat16, 16 in float32, of at most `2**25` elements or an eighth of all matrices (`2**22` on CPUs) at a
+    time; where ranks share the work, the first moments of all matrices of this rank.
 
     A step that a gradient scaler skips changes nothing. Without a scaler, a NaN or infinite gradient enters moments and
     parameter, as in torch.optim.AdamW.

@@ -33,12 +33,15 @@ POLAR_EXPRESS: tuple[Coefficients, ...] = (
 
 SCHEDULES: dict[str, Coefficients | Sequence[Coefficients]] = {"quintic": QUINTIC, "polar-express": POLAR_EXPRESS}
 
-# Largest batch, in elements; the iteration holds about three times as many, in its dtype. On an accelerator all of
-# GPT-2 small fits; on a CPU, batches larger than the caches take up to a third longer.
+# Largest batch, in elements; the iteration holds about three times as many, in its dtype. A step gives fewer at once,
+# see `exchange.CHUNK_ELEMENTS`. On a CPU, batches larger than the caches take up to a third longer.
 MAX_ELEMENTS = 2**27
 BATCH_ELEMENTS_CPU = 2**18
 # From this ratio of columns to rows on, steps are taken on A = X Xᵀ. By products alone, 1.5 would pay.
-GRAM_RATIO = 3
+GRAM_RATIO = 2
+# On GPUs, which multiply all 16-bit numbers equally fast, bfloat16 takes these steps in float16, which is exacter. Its
+# numbers end at 6e-8: 16 X loses less of what is small.
+HALF_DEVICES, HALF, HALF_SCALE = ("cuda",), torch.float16, 16.0
 
 
 def shampoo_scale(rows: int, cols: int) -> float:
@@ -76,6 +79,8 @@ def orthogonalize(
     eps: float = 1e-7,
     out_dtype: torch.dtype | None = None,
     max_elements: int | None = None,
+    convert: bool = True,
+    products: Any = None,
 ) -> list[Tensor]:
     """Orthogonalize each matrix; those of one shape (transposed or not) run as one batch.
 
@@ -84,9 +89,12 @@ def orthogonalize(
         coefficients: a triple (a, b, c) for each step.
         dtype: dtype of the iteration.
         eps: added to the Frobenius norm; each matrix is divided by the sum first.
-        out_dtype: dtype of the results; None keeps each matrix's own; passing `dtype` saves the conversion.
+        out_dtype: dtype of the results; None keeps each matrix's own.
         max_elements: largest batch; a larger matrix is a batch of its own. None uses `MAX_ELEMENTS`, or
             `BATCH_ELEMENTS_CPU` on a CPU.
+        convert: False leaves results in the dtype that made them.
+        products: what has `multiply` and `add` for products that are symmetric, see `kernels/symmetric.py`; None takes
+            PyTorch's.
 
     Returns:
         One tensor per matrix, with its shape. Zeros stay zero; a matrix with a NaN or infinity becomes NaN. Results may
@@ -100,7 +108,9 @@ def orthogonalize(
             # With rows <= cols the products are smaller.
             wide = matrix.mT if matrix.shape[-2] > matrix.shape[-1] else matrix
             stacks.append(wide.reshape(wide.shape[:-2].numel(), *wide.shape[-2:]))
-        batch = _iterate(stacks, coefficients, dtype, eps).to(out_dtype or stacks[0].dtype)
+        batch = _iterate(stacks, coefficients, dtype, eps, products)
+        if convert:
+            batch = batch.to(out_dtype or stacks[0].dtype)
         parts = batch.split([len(stack) for stack in stacks])
         for index, part in zip(indices, parts, strict=True):
             rows, cols = matrices[index].shape[-2:]
@@ -138,7 +148,9 @@ def chunks_of(keys: Iterable[Hashable], sizes: Iterable[int], limits: Iterable[i
     return chunks
 
 
-def _iterate(stacks: Sequence[Tensor], coefficients: Sequence[Coefficients], dtype: torch.dtype, eps: float) -> Tensor:
+def _iterate(
+    stacks: Sequence[Tensor], coefficients: Sequence[Coefficients], dtype: torch.dtype, eps: float, products: Any = None
+) -> Tensor:
     """Iterate on matrices of one shape, each (n, rows, cols) with rows <= cols; returns them in one tensor."""
     x = _in_one_tensor(stacks, dtype)
     single = len(x) == 1
@@ -147,19 +159,22 @@ def _iterate(stacks: Sequence[Tensor], coefficients: Sequence[Coefficients], dty
         x = x[0]  # faster than a batch of one
     if turned:
         x = x.mT  # same Gram matrix, multiplied from the right
-    _normalize(x, eps)
+    segments, dtype_of_steps = _segments(coefficients, dtype, x.device, *stacks[0].shape[1:])
+    x = _normalized(x, eps, dtype_of_steps)
     multiply, add = (torch.mm, torch.addmm) if single else (torch.bmm, torch.baddbmm)
-    rows, cols = stacks[0].shape[1:]
-    for steps in _segments(coefficients, dtype, rows, cols):
-        # A = X Xᵀ
-        gram = multiply(x.mT, x) if turned else multiply(x, x.mT)
+    # The same for products that are symmetric.
+    multiply_alike, add_alike = (multiply, add) if products is None else (products.multiply, products.add)
+    for steps in segments:
         if len(steps) > 1:
-            factor = _factor_of(gram, steps, add)
+            # Held by the callee alone: small matrices end as soon as they can, which keeps the peak low.
+            factor = _factor_of(_gram_of(x, turned, multiply_alike), steps, add_alike)
             x = multiply(x, factor) if turned else multiply(factor, x)
+            del factor
         else:
             a, b, c = steps[0]
+            gram = _gram_of(x, turned, multiply_alike)
             # B = b A + c A²
-            gram = add(gram, gram, gram, beta=b, alpha=c)
+            gram = add_alike(gram, gram, gram, beta=b, alpha=c)
             # X = a X + B X
             x = add(x, x, gram, beta=a) if turned else add(x, gram, x, beta=a)
     if turned:
@@ -177,8 +192,8 @@ def _in_one_tensor(stacks: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     return x
 
 
-def _normalize(x: Tensor, eps: float) -> None:
-    """Divide each matrix by its Frobenius norm, in place: X = M / (‖M‖_F + eps)."""
+def _normalized(x: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
+    """Divide each matrix by its Frobenius norm, in place: X = M / (‖M‖_F + eps); for `HALF` return `HALF_SCALE` X."""
     # PyTorch's CPU norm over millions of float32 at once is off by 4e-5.
     row_norms = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.promote_types(x.dtype, torch.float32))
     if x.ndim == 2:
@@ -187,29 +202,53 @@ def _normalize(x: Tensor, eps: float) -> None:
         norms = torch.linalg.vector_norm(row_norms, dim=-2, keepdim=True)
     if eps == 0:
         norms = norms.clamp_min(torch.finfo(norms.dtype).tiny)  # zeros stay zero
-    x.div_(norms + eps)
+    norms = norms + eps
+    if dtype == x.dtype:
+        return x.div_(norms)
+    # By a tensor of dimensions PyTorch divides in its dtype, and rounds once.
+    norms = norms.view(-1, 1, 1) if x.ndim == 3 else norms.view(1, 1)
+    return torch.div(x, norms / HALF_SCALE, out=torch.empty_like(x, dtype=dtype))
+
+
+def _gram_of(x: Tensor, turned: bool, multiply: Any) -> Tensor:
+    """Return A = X Xᵀ, also of a matrix that is stored as Xᵀ."""
+    return multiply(x.mT, x) if turned else multiply(x, x.mT)
 
 
 def _segments(
-    coefficients: Sequence[Coefficients], dtype: torch.dtype, rows: int, cols: int
-) -> list[list[Coefficients]]:
-    """Divide the steps into those that one A = X Xᵀ serves, see `_factor_of`; without it, each stands alone."""
-    # In bfloat16 directions would be less accurate.
-    by_factor = cols >= GRAM_RATIO * rows and dtype.itemsize > 2
-    if not by_factor:
-        return [[triple] for triple in coefficients]
-    # Errors of A are multiplied by the square of the product of all a.
-    limit = math.sqrt(0.1 / torch.finfo(dtype).eps)
+    coefficients: Sequence[Coefficients], dtype: torch.dtype, device: torch.device, rows: int, cols: int
+) -> tuple[list[list[Coefficients]], torch.dtype]:
+    """Divide the steps into those that one A = X Xᵀ serves, see `_factor_of`; without it, each stands alone.
+
+    Returns:
+        The steps, and their dtype.
+    """
+    is_half = dtype.itemsize == 2
+    # In bfloat16 directions would be less accurate, and CPUs multiply float16 slowly.
+    if cols < GRAM_RATIO * rows or (is_half and device.type not in HALF_DEVICES):
+        return [[triple] for triple in coefficients], dtype
+    # Errors of A are multiplied by the square of the product of all a. Float16 takes two steps at once, then three, as
+    # one large singular value asks for; with five, directions would be off by half and more.
+    limit = 50.0 if is_half else math.sqrt(0.1 / torch.finfo(dtype).eps)
     segments: list[list[Coefficients]] = []
     growth = 1.0
-    for triple in coefficients:
+    for number, triple in enumerate(coefficients):
         a = abs(triple[0])
         growth *= a
-        if not segments or growth > limit:
+        if not segments or growth > limit or (is_half and number == 2):
             segments.append([])
             growth = a
         segments[-1].append(triple)
-    return segments
+    return (_scaled(segments), HALF) if is_half else (segments, dtype)
+
+
+def _scaled(segments: Sequence[Sequence[Coefficients]]) -> list[list[Coefficients]]:
+    """Return the coefficients that take `HALF_SCALE` X through the same steps; the last one removes the scale."""
+    square = HALF_SCALE**2
+    scaled = [[(a, b / square, c / square**2) for a, b, c in steps] for steps in segments]
+    a, b, c = scaled[-1][-1]
+    scaled[-1][-1] = (a / HALF_SCALE, b / HALF_SCALE, c / HALF_SCALE)
+    return scaled
 
 
 def _factor_of(gram: Tensor, steps: Sequence[Coefficients], add: Any) -> Tensor:

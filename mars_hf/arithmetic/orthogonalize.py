@@ -26,15 +26,17 @@ class NewtonSchulz(NamedTuple):
     eps: float
     dtype: torch.dtype
     row_beta: float | None = None  # see `normalize_rows`; None leaves rows as they are
+    products: Any = None  # see `newton_schulz.orthogonalize`
 
 
-def newton_schulz_of(group: Mapping[str, Any], dtype: torch.dtype) -> NewtonSchulz:
+def newton_schulz_of(group: Mapping[str, Any], dtype: torch.dtype, products: Any = None) -> NewtonSchulz:
     """Return the settings for the parameters of a group, whose rule orthogonalizes."""
     rule = update_rule(group)
     assert rule.scale is not None
     layout = None if group["layout"] is None else MatrixLayout(**group["layout"])
     coefficients = coefficients_of(group["ns_coefficients"], group["ns_steps"])
-    return NewtonSchulz(rule.scale, layout, coefficients, rule.norm_eps(group), dtype, group["normalize_rows"])
+    row_beta = group["normalize_rows"]
+    return NewtonSchulz(rule.scale, layout, coefficients, rule.norm_eps(group), dtype, row_beta, products)
 
 
 def count_rows(group: Mapping[str, Any], shape: Sequence[int]) -> int:
@@ -88,14 +90,18 @@ def compute_directions(
     layouts = [each.layout or matrix_layouts.of_shape(m.shape) for m, each in zip(momenta, settings, strict=True)]
     by_iteration: dict[tuple[Any, ...], list[int]] = {}
     for position, setting in enumerate(settings):
-        by_iteration.setdefault((setting.coefficients, setting.eps, setting.dtype), []).append(position)
+        key = (setting.coefficients, setting.eps, setting.dtype, setting.products)
+        by_iteration.setdefault(key, []).append(position)
     rows = row_avg_sqs or [torch.empty(0, device="cpu")] * len(momenta)
     results = list(momenta)
-    for (coefficients, eps, dtype), positions in by_iteration.items():
+    for (coefficients, eps, dtype, products), positions in by_iteration.items():
         matrices: list[Tensor] = []
         for position in positions:
             matrices += _matrices_in(momenta[position], layouts[position])
-        orthogonal = iter(orthogonalize(matrices, coefficients=coefficients, eps=eps, dtype=dtype, out_dtype=out_dtype))
+        # Left in their dtype: writing the directions converts, and a second copy would be the peak of a step's memory.
+        orthogonal = iter(
+            orthogonalize(matrices, coefficients=coefficients, eps=eps, dtype=dtype, convert=False, products=products)
+        )
         for position in positions:
             results[position] = torch.empty_like(momenta[position], dtype=out_dtype)
             views = matrix_layouts.views(results[position], layouts[position])

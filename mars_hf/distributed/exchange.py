@@ -27,6 +27,10 @@ from mars_hf.distributed.tensors import Group, ShardSpec, Slice, is_dtensor
 
 # The allocator reuses memory for temporary tensors of up to 32 MB; larger ones cost a page fault every 4 KB.
 CHUNK_ELEMENTS_CPU = 2**22
+# On an accelerator: of 2**25 elements a product makes eight blocks of 128 x 256 for each multiprocessor of an H100, so
+# that the last ones, which do not occupy all, cost little. A step holds 8 bytes for each element (first moment,
+# iteration, direction); in a large model an eighth of all makes that a byte a parameter.
+CHUNK_ELEMENTS, CHUNK_SHARE = 2**25, 1 / 8
 # Largest work of the busiest rank, relative to the best division, if that saves communication.
 SLACK = 1.1
 
@@ -453,7 +457,6 @@ class _Chunks:
     def __init__(self) -> None:
         self._kinds: dict[int, Any] = {}  # by the index of the parameter
         self._sizes: list[int] = []
-        self._limits: list[int] = []
 
     def append(self, member: _Member) -> None:
         param = member.param
@@ -461,11 +464,12 @@ class _Chunks:
         dtype = iteration_dtype(member.group, param, param.device)
         self._kinds[member.param_index] = param.device, param.dtype, dtype, _shapes_of(param.shape, layout)
         self._sizes.append(param.numel())
-        self._limits.append(CHUNK_ELEMENTS_CPU if param.device.type == "cpu" else MAX_ELEMENTS)
 
     def numbered(self) -> dict[int, Any]:
         """Return the chunk of each matrix, by the index of its parameter."""
-        return dict(zip(self._kinds, chunks_of(self._kinds.values(), self._sizes, self._limits), strict=True))
+        on_device = min(max(CHUNK_ELEMENTS, int(CHUNK_SHARE * sum(self._sizes))), MAX_ELEMENTS)
+        limits = [CHUNK_ELEMENTS_CPU if kind[0].type == "cpu" else on_device for kind in self._kinds.values()]
+        return dict(zip(self._kinds, chunks_of(self._kinds.values(), self._sizes, limits), strict=True))
 
 
 def _groups_of(member: _Member, spec: ShardSpec | None, process_group: Group) -> ProcessGroups | None:

@@ -210,6 +210,32 @@ def compare_with_plain(
     return ""
 
 
+def symmetric_products(group: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> ModuleType | None:
+    """Return the kernels for symmetric products of Newton-Schulz in this dtype; None where PyTorch's are taken.
+
+    Those are as fast in 32 bits, and `fused=False` asks for them.
+    """
+    if group["fused"] is False or dtype.itemsize != 2:
+        return None
+    return _products_that_work(device)
+
+
+@functools.cache
+def _products_that_work(device: torch.device) -> ModuleType | None:
+    """Return the kernels for symmetric products if they run on a device and are right; checked once a process."""
+    if not kernels_of(torch.device("cuda")).is_available(device):
+        return None
+    try:
+        symmetric = importlib.import_module("mars_hf.kernels.symmetric")
+        with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+            symmetric.check(device)
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        logger.warning("Newton-Schulz takes PyTorch's products for the rest of this run: %s", reason[:300])
+        return None
+    return symmetric
+
+
 def _compare(name: str, ours: Tensor, plain: Tensor, tolerance: float) -> None:
     """Raise AssertionError unless tensors agree; a few codes of 8 bits may be rounded to the next one."""
     message = functools.partial("{}: {}".format, name)

@@ -21,6 +21,7 @@ from mars_hf.distributed.exchange import Exchange, Matrix, MatrixPlanner, Parcel
 from mars_hf.distributed.norms import GroupSums
 from mars_hf.distributed.shards import ModelRef, Shards
 from mars_hf.distributed.tensors import Group, ShardSpec, is_dtensor, local
+from mars_hf.kernels import symmetric_products
 from mars_hf.step.lists import TensorList
 from mars_hf.step.metrics import StepMetrics
 
@@ -123,13 +124,18 @@ class Chunk(NamedTuple):
         if self.exchange is None:
             settings: list[NewtonSchulz] = []
             for tensors in self.lists:
-                settings += [newton_schulz_of(tensors.group, self.iteration_dtype(tensors))] * len(tensors.params)
+                dtype = self.iteration_dtype(tensors)
+                products = symmetric_products(tensors.group, tensors.params[0].device, dtype)
+                settings += [newton_schulz_of(tensors.group, dtype, products)] * len(tensors.params)
             is_double = self.lists[0].params[0].dtype == torch.float64
             return compute_directions(momenta, settings, torch.float64 if is_double else torch.float32, rows)
         dtype = self.exchange.groups.dtype
 
         def work(owned: list[Matrix], wholes: list[Tensor], rows_of_wholes: list[Tensor]) -> list[Tensor]:
-            settings = [newton_schulz_of(param_groups[matrix.group], dtype) for matrix in owned]
+            settings = []
+            for matrix, whole in zip(owned, wholes, strict=True):
+                group = param_groups[matrix.group]
+                settings.append(newton_schulz_of(group, dtype, symmetric_products(group, whole.device, dtype)))
             return compute_directions(wholes, settings, dtype, rows_of_wholes)
 
         indices = [index for tensors in self.lists for index in tensors.indices]

@@ -171,9 +171,78 @@ def test_batches_of_matrices(max_elements, products):
     assert counted == products * 5 * 3
 
 
-@pytest.mark.parametrize(("dtype", "large"), [(torch.float32, 2), (torch.bfloat16, 12)], ids=str)
-def test_products_with_the_matrix_itself(dtype, large):
-    """Float32 takes six slow steps on the Gram matrix; bfloat16, where that is less accurate, each on X."""
+def spectrum(name: str, rows: int, cols: int) -> torch.Tensor:
+    """Return a matrix with singular values as first moments have them, or worse."""
+    matrix = torch.randn(rows, cols)
+    bases = [torch.linalg.qr(torch.randn(n, rows))[0] for n in (rows, cols)]
+    if name == "low rank":
+        matrix = torch.randn(rows, rows // 16) @ torch.randn(rows // 16, cols) + 0.01 * matrix
+    elif name == "one large value":
+        matrix += 10 * torch.randn(rows, 1) @ torch.randn(1, cols)
+    elif name == "one large element":
+        matrix[3, 5] = 1e3
+    elif name == "zeros":
+        matrix[: rows // 2], matrix[:, ::3] = 0.0, 0.0
+    elif name == "power law":
+        matrix = bases[0] * torch.arange(1, rows + 1) ** -1.5 @ bases[1].mT
+    elif name == "four decades":
+        matrix = bases[0] * torch.logspace(0, -4, rows) @ bases[1].mT
+    return matrix
+
+
+SPECTRA = ["gaussian", "low rank", "one large value", "one large element", "zeros", "power law", "four decades"]
+
+
+@pytest.mark.parametrize("schedule", ns.SCHEDULES)
+@pytest.mark.parametrize("shape", [(64, 128), (128, 64), (32, 512)], ids=str)
+@pytest.mark.parametrize("name", SPECTRA)
+def test_gram_form_in_float16(name, shape, schedule, monkeypatch):
+    """As GPUs take it: nearer to float64 than the plain form in bfloat16, by half at least."""
+    matrix = spectrum(name, min(shape), max(shape)).bfloat16()
+    matrix = matrix if shape[0] < shape[1] else matrix.mT
+    exact = straight_line(matrix, per_step(schedule))
+    monkeypatch.setattr(ns, "GRAM_RATIO", math.inf)
+    plain = distance(newton_schulz(matrix, schedule, out_dtype=torch.float32), exact)
+    monkeypatch.undo()
+    monkeypatch.setattr(ns, "HALF_DEVICES", ("cpu",))
+    together = ns.orthogonalize([matrix, matrix], coefficients=per_step(schedule), out_dtype=torch.float32)
+    for found in (newton_schulz(matrix, schedule, out_dtype=torch.float32), *together):
+        assert distance(found, exact) < (0.35 if name == "one large value" else 0.5) * plain < 0.4
+
+
+@pytest.mark.parametrize("schedule", ns.SCHEDULES)
+@pytest.mark.parametrize("name", SPECTRA)
+def test_gram_form_in_float32(name, schedule):
+    """From 2 to 1 on, and wherever bfloat16 rounds away more than ten times as much."""
+    matrix = spectrum(name, 64, 128)
+    found = newton_schulz(matrix, schedule, dtype=torch.float32)
+    assert distance(found, straight_line(matrix, per_step(schedule))) < 1e-3
+
+
+def test_small_elements_in_float16(monkeypatch):
+    """One element that makes all others small: their singular values of 3e-4 grow 485 times, and keep three digits."""
+    matrix = torch.randn(64, 512)
+    matrix[0, 0] = 1e6
+    exact = straight_line(matrix, per_step("quintic"))
+    monkeypatch.setattr(ns, "HALF_DEVICES", ("cpu",))
+    found = newton_schulz(matrix, out_dtype=torch.float32)
+    assert distance(found[1:], exact[1:]) < 0.02
+
+
+def test_gram_form_with_nan_and_zero(monkeypatch):
+    monkeypatch.setattr(ns, "HALF_DEVICES", ("cpu",))
+    matrices = [torch.randn(4, 9, dtype=torch.bfloat16) * scale for scale in (1e15, 1e-15, 0.0, math.nan)]
+    large, small, zero, bad = ns.orthogonalize(matrices, eps=0.0)
+    assert large.isfinite().all() and small.isfinite().all() and 0.9 < large.norm() / small.norm() < 1.1
+    assert not zero.any() and bad.isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "devices", "large"), [(torch.float32, (), 2), (torch.bfloat16, (), 12), (torch.bfloat16, ("cpu",), 4)]
+)
+def test_products_with_the_matrix_itself(dtype, devices, large, monkeypatch):
+    """Float32 takes six slow steps on the Gram matrix, float16 two and four; bfloat16, less accurate, each on X."""
+    monkeypatch.setattr(ns, "HALF_DEVICES", devices)
     seen = []
 
     class WatchProducts(TorchDispatchMode):

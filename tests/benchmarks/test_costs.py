@@ -335,6 +335,12 @@ def test_gpu_kernels(tmp_path, monkeypatch, capsys):
     rates = result["newton_schulz"]
     assert all(row["tflops"] > 0 for row in rates.values()) and rates["matrix product"]["of_product"] == 1.0
     assert set(result["launches"]) == set(gpu_kernels.PROFILED)
+    forms = [(tuple(row["shape"]), row["form"]) for row in result["forms"]]
+    assert forms == [(shape, form) for shape in ((16, 48), (16, 16), (16, 64)) for form in gpu_kernels.FORMS]
+    assert all(row["of_plain"] > 0 for row in result["forms"])
+    assert [row["elements"] for row in result["chunks"]] == gpu_kernels.CHUNKS
+    assert all(row["ms"] > 0 and 0 < row["bytes"] < 50 for row in result["chunks"])
+    assert gpu_kernels.newton_schulz.GRAM_RATIO == 2 and gpu_kernels.exchange.CHUNK_ELEMENTS == 2**25
     assert "| one by one " in capsys.readouterr().out
     matrix = torch.randn(12, 30)
     with FlopCounterMode(display=False) as counter:

@@ -15,14 +15,17 @@ import subprocess
 import sys
 
 import pytest
+import torch
 import tune
 import update_rms as measuring
 import yaml
 from pages import PAGES, ROOT, blocks, commands
 from PIL import Image
+from torch.utils.flop_counter import FlopCounterMode
 
 import mars_hf
 from mars_hf.__main__ import main
+from mars_hf.arithmetic import newton_schulz
 from mars_hf.arithmetic.update_rules import first_moment_rms
 from mars_hf.groups import suggest as suggest_module
 from mars_hf.groups.settings import SETTINGS
@@ -217,6 +220,45 @@ def test_training_on_h100():
         assert f"| {label} | {' | '.join(ratios)} |" in page
     mars, mars_m = (f"{runs[0][name]['against']['AdamW fused']:.2f}" for name in ("Mars", "mars-m"))
     assert f"takes {mars} times AdamW's with mars-adamw, {mars_m} with mars-m" in words_of(ROOT / "README.md")
+
+
+class CountedProducts:
+    """Symmetric products that count half of their FLOPs."""
+
+    saved = 0.0
+
+    @classmethod
+    def multiply(cls, left, right):
+        cls.saved += left.shape[-1] * left.shape[-2] ** 2
+        return left @ right
+
+    @classmethod
+    def add(cls, added, left, right, *, beta=1.0, alpha=1.0):
+        cls.saved += left.shape[-1] * left.shape[-2] ** 2
+        return torch.addmm(added, left, right, beta=beta, alpha=alpha)
+
+
+@pytest.mark.parametrize("shape", [(768, 768), (768, 3072), (1280, 5120), (2048, 4096), (4096, 14336)], ids=str)
+def test_floors_of_newton_schulz(shape, monkeypatch):
+    """FLOPs are counted on the device "meta"; the time is the larger of those of arithmetic and of memory."""
+    monkeypatch.setattr(newton_schulz, "HALF_DEVICES", ("meta",))
+    rows, cols = shape
+    cells = []
+    for ratio in (math.inf, 2):
+        monkeypatch.setattr(newton_schulz, "GRAM_RATIO", ratio)
+        is_gram = cols >= ratio * rows
+        moved = 12 * rows * cols + 90 * rows**2 if is_gram else 30 * rows * cols + 40 * rows**2
+        CountedProducts.saved = 0.0
+        with FlopCounterMode(display=False) as counter:
+            matrix = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+            newton_schulz.orthogonalize([matrix], products=CountedProducts)
+        for flops in (counter.get_total_flops(), counter.get_total_flops() - CountedProducts.saved):
+            time = max(flops / 802e12, moved / 3.35e12)
+            cells.append(f"{flops / 1e9:.1f}, {moved / 1e6:.0f}, {1e6 * time:.0f} µs")
+    row = f"| {rows} x {cols} | {' | '.join(cells if cols >= 2 * rows else [*cells[:2], '', ''])} |".replace(
+        "|  |", "| |"
+    )
+    assert row.replace("|  |", "| |") in PAGES["speed.md"].read_text(encoding="utf-8")
 
 
 def test_kernels_and_memory_on_h100():

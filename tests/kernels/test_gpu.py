@@ -427,7 +427,8 @@ def test_kernels_in_the_interpreter():
     pytest.importorskip("triton", minversion="3.7", reason="older interpreters, 3.6 for one, fail with NumPy 2.4")
     fuzz = HERE.parent / "fuzz" / "test_edits.py::test_edits_and_layouts"
     benchmark = HERE.parent / "benchmarks" / "test_costs.py::test_gpu_kernels"
-    files = [HERE / "test_check.py", HERE / "test_contract.py", HERE / "test_gpu.py", fuzz, benchmark]
+    names = ("test_check.py", "test_contract.py", "test_gpu.py", "test_symmetric.py")
+    files = [*[HERE / name for name in names], fuzz, benchmark]
     options = ["-q", "-p", "no:cacheprovider", "-m", "not gpu and not multiprocess"]
     command = [sys.executable, "-m", "pytest", *options, *files]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}

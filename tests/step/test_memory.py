@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -10,8 +11,15 @@ import torch
 from helpers import needs_compiler
 from interleave import trace_memory
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import GPT2Config, GPT2LMHeadModel
 
 import mars_hf
+from mars_hf.arithmetic import newton_schulz
+from mars_hf.arithmetic.matrix_layouts import MatrixLayout
+from mars_hf.arithmetic.orthogonalize import NewtonSchulz, compute_directions, newton_schulz_of
+from mars_hf.distributed.exchange import MatrixPlanner
 
 SHAPES = ((40, 30), (30, 40), (50,), (6, 5, 4), (7,))
 LARGE = ((1001, 1000), (9,))  # above a million elements the compiled backend is the default
@@ -118,3 +126,65 @@ def test_peak_memory(settings, fused):
     one = params[0].numel() * 4
     of_matrices = {"bfloat16": 13 * 10 * params[0].numel(), "float32": 17 * 10 * params[0].numel()}
     assert 0 < peak <= of_matrices.get(settings.get("ns_dtype"), one // 2 if fused else 8 * one)
+
+
+# --- Newton-Schulz on a GPU, by the tensors that it makes on the device "meta" ----------------------------------------
+
+
+class LivePeak(TorchDispatchMode):
+    """Count the most bytes that tensors held at once, of those that operations returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak, self._made = 0, []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        returned = func(*args, **(kwargs or {}))
+        self._made += [weakref.ref(leaf) for leaf in tree_leaves(returned) if isinstance(leaf, Tensor)]
+        alive = [tensor for tensor in (made() for made in self._made) if tensor is not None]
+        storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in alive}
+        self.peak = max(self.peak, sum(storages.values()))
+        return returned
+
+
+def peak_of_directions(shapes, settings, monkeypatch) -> int:
+    """Return the peak of `compute_directions` on a GPU, first moments included."""
+    monkeypatch.setattr(newton_schulz, "HALF_DEVICES", ("meta",))
+    with LivePeak() as mode:
+        pairs = zip(shapes, settings, strict=True)
+        momenta = [torch.empty(shape, dtype=each.dtype, device="meta") for shape, each in pairs]
+        compute_directions(momenta, settings, torch.float32)
+    return mode.peak
+
+
+@pytest.mark.parametrize("shape", [(768, 768), (768, 3072), (3072, 768), (512, 1024), (4096, 11008)], ids=str)
+@pytest.mark.parametrize(("dtype", "each"), [(torch.bfloat16, 8), (torch.float32, 16)], ids=str)
+def test_bytes_of_directions(shape, dtype, each, monkeypatch):
+    """For each element first moment, X, A, B and the next X; or in place of the last three the direction in float32."""
+    coefficients = (newton_schulz.QUINTIC,) * 5
+    setting = NewtonSchulz(newton_schulz.muon_scale, MatrixLayout(), coefficients, 1e-7, dtype)
+    for count in (1, 7):
+        room = count * (each * shape[0] * shape[1] + 4096)
+        assert peak_of_directions([shape] * count, [setting] * count, monkeypatch) <= room
+
+
+@pytest.mark.parametrize(("layers", "width"), [(12, 768), (24, 1024), (36, 1280)], ids=["small", "medium", "large"])
+def test_peak_of_mars_m_by_arithmetic(layers, width, monkeypatch):
+    """At most 18.5 bytes a parameter: 16 are weights, gradients and states."""
+    with torch.device("meta"):
+        model = GPT2LMHeadModel(GPT2Config(n_layer=layers, n_embd=width, n_head=width // 64))
+    optimizer = mars_hf.create(model, lr=6e-4, mars_type="mars-m")
+    of_params = []
+    for group in optimizer.param_groups:
+        of_params += [(param, group) for param in group["params"]]
+    for param, _ in of_params:
+        param.grad = torch.empty_like(param)
+    chunk_of = MatrixPlanner().assign(optimizer.param_groups, {}, optimizer._ranks.shards.shapes, None)
+    numel = sum(param.numel() for param, _ in of_params)
+    peaks = []
+    for chunk in set(chunk_of.values()):
+        members = [of_params[index] for index, of_chunk in chunk_of.items() if of_chunk == chunk]
+        settings = [newton_schulz_of(group, torch.bfloat16) for _, group in members]
+        assert sum(param.numel() for param, _ in members) <= max(2**25, numel / 8)
+        peaks.append(peak_of_directions([param.shape for param, _ in members], settings, monkeypatch))
+    assert len(peaks) >= 3 and 16 + max(peaks) / numel <= 18.5
