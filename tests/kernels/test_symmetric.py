@@ -137,7 +137,7 @@ def test_newton_schulz_with_the_kernel(shapes, schedule, device, monkeypatch):
     assert calls.count("multiply") == (2 if is_wide else 5) and calls.count("add") == (14 if is_wide else 5)
     for one, other in zip(plain, found, strict=True):
         # The truncation of the interpreter counts twice as much as rounding.
-        assert (one - other).norm() <= (0.01 if is_wide else 0.06) * one.norm()
+        assert (one - other).norm() <= (0.01 if is_wide else 0.1) * one.norm()
 
 
 # --- the choice -------------------------------------------------------------------------------------------------------
