@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import logging
+import os
 
 import torch.distributed as dist
 
-_logger = logging.getLogger("mars_hf")
+_name = "mars_hf"
 
 
 def log_below(parent: str) -> None:
     """Log as a child of another package's logger from now on, where that package shows its own lines alone."""
-    global _logger
-    _logger = logging.getLogger(f"{parent}.mars_hf")
+    global _name
+    _name = f"{parent}.mars_hf"
 
 
 def info(message: str) -> None:
     """Log a line that tells what a run does, on the first rank alone."""
-    _log(logging.INFO, message)
+    if is_first_rank():
+        _log(logging.INFO, message)
 
 
 def warning(message: str) -> None:
@@ -26,16 +28,34 @@ def warning(message: str) -> None:
     Python's `warnings` are no way to a user: accelerate, transformers and DeepSpeed filter them by the module that they
     seem to come from.
     """
-    _log(logging.WARNING, message)
+    if is_first_rank():
+        _log(logging.WARNING, message)
+
+
+def warning_on_machine(message: str) -> None:
+    """Log a line about a machine that a user should act on, on the first rank of each machine."""
+    if int(os.environ.get("LOCAL_RANK", "0")) == 0:
+        _log(logging.WARNING, message)
+
+
+def is_first_rank() -> bool:
+    """Return whether this is the first rank; launchers name the rank before there is a process group."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank() == 0
+    return int(os.environ.get("RANK", "0")) == 0
 
 
 def _log(level: int, message: str) -> None:
-    is_other_rank = dist.is_available() and dist.is_initialized() and dist.get_rank() > 0
-    if is_other_rank:
+    # All of this now, not at import: the user's own logging decides where there is any, and may be set up later.
+    logger = logging.getLogger(_name)
+    if logger.level == logging.NOTSET:
+        logger.setLevel(logging.INFO)
+    if logger.hasHandlers():
+        logger.log(level, message)
         return
-    # Now, not at import: the user's own logging decides where there is any.
-    if _logger.level == logging.NOTSET:
-        _logger.setLevel(logging.INFO)
-    if not _logger.hasHandlers():
-        _logger.addHandler(logging.StreamHandler())
-    _logger.log(level, message)
+    handler = logging.StreamHandler()  # for this line alone: beside the user's later handlers it would repeat theirs
+    logger.addHandler(handler)
+    try:
+        logger.log(level, message)
+    finally:
+        logger.removeHandler(handler)

@@ -320,16 +320,20 @@ class Mars(torch.optim.Optimizer):
             self._note_statements(param_group, before)
         except BaseException:
             del self.param_groups[before:]
-            self._advice.keep(before)
             raise
-        for group in self.param_groups[before:]:
-            self._ranks.shards.extend(group)
-            if self._watch is not None:
-                self._watch.add(group["params"])
+        self._follow_groups(self.param_groups[before:])
         if "role" in param_group:
             self._roles_are_stated = True
         elif self._is_made and self._roles_are_stated and self._known_model() is None:
             self._advice.on_unknown_roles(self.param_groups[before:])
+
+    def _follow_groups(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Make new groups known to all that watches groups."""
+        for group in groups:
+            self._ranks.shards.extend(group)
+            self._advice.add(group)
+            if self._watch is not None:
+                self._watch.add(group["params"])
 
     def _note_statements(self, param_group: Mapping[str, Any], before: int) -> None:
         """Note what a group states until all are there; of a later one, raise ValueError for what is ignored."""
@@ -353,7 +357,6 @@ class Mars(torch.optim.Optimizer):
             self.param_groups[-1].pop(key)
         if self.param_groups[-1]["weight_decay_mode"] == "decoupled":
             self.param_groups[-1]["peak_lr"] = float(part["lr"])
-        self._advice.add(self.param_groups[-1])
         self._was_trainable |= any(param.requires_grad for param in self.param_groups[-1]["params"])
 
     def _known_model(self) -> nn.Module | None:
@@ -379,8 +382,9 @@ class Mars(torch.optim.Optimizer):
         unknown = set(params).difference(params_of(of_model))
         if unknown:
             self._advice.say(
+                "unknown parameters",
                 f"{len(unknown)} of {len(params)} parameters in a new group are not trainable parameters of the model "
-                "that create() was given, so their shapes alone decide their roles. State the role of the group"
+                "that create() was given, so their shapes alone decide their roles. State the role of the group",
             )
         return parts or [param_group]
 
@@ -400,9 +404,10 @@ class Mars(torch.optim.Optimizer):
         self.param_groups = states.with_all_settings(self.param_groups)
         self.defaults = {**DEFAULTS, **self.defaults}
         self._is_made = True
-        self._advice = Advice()
         if "_ranks" not in vars(self):  # it is there if torch loads a state
             self._ranks = Ranks(self.param_groups)
+            self._advice = Advice()
+        self._advice.follow(self.param_groups)
 
     def __repr__(self) -> str:
         """Return one line per group: role, rule, sizes, learning rate, betas, decay."""
@@ -479,11 +484,12 @@ class Mars(torch.optim.Optimizer):
         """Raise RuntimeError if the model has got parameters that would not train; looks closely where it changed."""
         if self._watch is None:
             return
-        looks_alike = self.state and self._has_gradients() and self._watch.is_unchanged()
-        if not looks_alike:
+        is_due = self._watch.is_due()
+        begins_or_stands = not self.state or not self._has_gradients()
+        if begins_or_stands or (is_due and not self._watch.is_unchanged()):
             message = self._watch.check(self._params())
             if message is not None:
-                self._advice.say(message)
+                self._advice.say("unfrozen", message)
 
     def _step(self) -> None:
         """Algorithm 1: norms of the corrected gradients, clipping, moments, directions, update."""
@@ -588,8 +594,9 @@ class Mars(torch.optim.Optimizer):
             )
         if dist.is_available() and dist.is_initialized() and not self.state:
             self._advice.say(
+                "no gradient",
                 "no parameter of this optimizer has a gradient in its first step, so nothing trains. fully_shard and "
-                "parallelize_module replace parameters: make the optimizer after them"
+                "parallelize_module replace parameters: make the optimizer after them",
             )
 
     @property

@@ -27,19 +27,21 @@ class Advice:
         # an optimizer one group at a time.
         self._made: list[tuple[Mapping[str, Any], float]] = []
 
-    def say(self, message: str) -> None:
-        """Log a message, unless it has been said."""
-        if message not in self._said:
-            self._said.add(message)
+    def say(self, kind: str, message: str) -> None:
+        """Log a message, unless one of its kind has been said: its numbers may change from step to step."""
+        if kind not in self._said:
+            self._said.add(kind)
             log.warning(message)
 
     def add(self, group: Mapping[str, Any]) -> None:
-        """Remember the learning rate of a new group."""
-        self._made.append((group, float(group["lr"])))
+        """Remember the learning rate that a group begins with: it is new, or has been loaded."""
+        self._made.append((group, float(group.get("initial_lr", group["lr"]))))
 
-    def keep(self, count: int) -> None:
-        """Forget all groups but the first ones."""
-        del self._made[count:]
+    def follow(self, groups: Groups) -> None:
+        """Take loaded groups in the place of those before; what has been said stays said."""
+        self._made = []
+        for group in groups:
+            self.add(group)
 
     def on_large_lr_1d(self, group: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
         """Warn if vectors would have more than ten times the rate of matrices: often `lr` was left at its default.
@@ -56,9 +58,10 @@ class Advice:
             return
         if float(lr_1d) > (1 + 1e-9) * 10 * lr:
             self.say(
+                "large lr_1d",
                 f"lr_1d={float(lr_1d):g}, the learning rate of vectors (biases, norms), is more than ten times "
                 f"lr={lr:g}, that of matrices. Set lr (in TrainingArguments: learning_rate, which is 5e-5 by default), "
-                "or leave lr_1d out: vectors then follow lr"
+                "or leave lr_1d out: vectors then follow lr",
             )
 
     def on_unknown_roles(self, groups: Groups) -> None:
@@ -81,9 +84,10 @@ class Advice:
             return
         named = f" (by their names {', '.join(tables[:3])}{', ...' if len(tables) > 3 else ''})" if tables else ""
         self.say(
+            "unknown roles",
             f"{rules[0]} orthogonalizes every matrix of plain parameters ({count}), embeddings and heads included"
             f"{named}, because it knows nothing but their shapes. Pass the model, create(model), or several, "
-            "create([a, b]): embeddings and heads then take AdamW. Or give each group its role, 'matrix' or 'adamw'"
+            "create([a, b]): embeddings and heads then take AdamW. Or give each group its role, 'matrix' or 'adamw'",
         )
 
     def on_lost_updates(self, groups: Groups) -> None:
@@ -107,26 +111,39 @@ class Advice:
         if dtype == torch.bfloat16:
             remedies += ", or give rounding='stochastic' or 'kahan'"
         self.say(
+            "lost updates",
             f"{counts.total()} parameters are {name} and take rounding='nearest': at a learning rate of "
             f"{max(rates):.3g} weights above about {largest:.2g} do not move, because updates below half a unit in "
-            f"the last place are lost. {remedies}"
+            f"the last place are lost. {remedies}",
         )
 
     def on_one_rate(self) -> None:
         """Warn if groups that were made with several rates all have one: something assigns one number to all."""
-        rates = [group["lr"] for group, _ in self._made]
         made = sorted({rate for _, rate in self._made})
-        if len(made) < 2 or any(isinstance(rate, Tensor) for rate in rates):
+        if len(made) < 2:
             return
-        if len(set(rates)) == 1 and rates[0] > 0:  # all end at 0 where a schedule does
+        rates = [group["lr"] for group, _ in self._made]
+        goals = [group.get("swa_lr", group.get("max_lr")) for group, _ in self._made]  # of SWALR and OneCycleLR
+        for values, what in ((rates, ""), (goals, " as the goal of their schedule")):
+            if not _are_one_number(values):
+                continue
             self._made = []
             self.say(
-                f"all {len(rates)} groups have the learning rate {rates[0]:g}; they were made with {made[0]:g} to "
-                f"{made[-1]:g}. A scheduler (OneCycleLR, CyclicLR or SWALR with one rate for all, DeepSpeed's "
+                "one rate",
+                f"all {len(values)} groups have the learning rate {values[0]:g}{what}; they were made with {made[0]:g} "
+                f"to {made[-1]:g}. A scheduler (OneCycleLR, CyclicLR or SWALR with one rate for all, DeepSpeed's "
                 "WarmupLR, one at its eta_min), a rate finder or your loop assigns one number to every group. Give the "
                 "scheduler a list of rates, one for each group, or scale each group's own: "
-                "group['lr'] = group['initial_lr'] * factor"
+                "group['lr'] = group['initial_lr'] * factor",
             )
+            return
+
+
+def _are_one_number(rates: Sequence[Any]) -> bool:
+    """Return whether all rates are the same one; not if they are on a device, or 0, as at the end of a schedule."""
+    if any(rate is None or isinstance(rate, Tensor) for rate in rates):
+        return False
+    return len(set(rates)) == 1 and rates[0] > 0
 
 
 def _rounds_to_nearest(dtype: torch.dtype, rounding: str) -> bool:

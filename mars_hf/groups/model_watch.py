@@ -11,14 +11,17 @@ from torch import Tensor, nn
 from mars_hf.distributed.shards import ModelRef
 from mars_hf.distributed.tensors import is_dtensor
 
+# A look takes some 50 microseconds for 150 tensors: in each of the first steps, then in one of as many.
+LOOKS_EVERY = 8
 
-class _Place(NamedTuple):
-    """Where a model has a parameter; its identity, since references would keep what fully_shard frees."""
+
+class _Module(NamedTuple):
+    """What a module held when the model was last compared; identities, as references would keep what others free."""
 
     module: weakref.ref[nn.Module]
-    name: str
-    param_id: int
-    trains: bool  # it is the optimizer's
+    params: list[int]
+    children: list[int]
+    frozen: list[str]  # names of parameters
 
 
 class ModelWatch:
@@ -29,37 +32,43 @@ class ModelWatch:
         self.reference = _reference_to(model)
         self._unsharded = _names_unsharded(model)
         self._was_sharded = any(_is_fully_sharded(module) for module in model.modules())
+        self._steps = 0
         self._known: set[int] = set()
-        self._places: list[_Place] = []
-        self._look_again(model, {id(param) for param in params})
+        self._modules: list[_Module] = []
+        self._waits = False  # for gradients of parameters that the optimizer lacks
+        self._look_again(model, params)
 
-    def _look_again(self, model: nn.Module, trained: set[int]) -> None:
+    def _look_again(self, model: nn.Module, params: Iterable[Tensor]) -> None:
         """Take the parameters that the model has now for known."""
-        self._known = {id(param) for param in model.parameters()} | trained
-        self._places = []
+        self._known = {id(param) for param in model.parameters()} | {id(param) for param in params}
+        self._modules = []
         if self._was_sharded:  # fully_shard exchanges parameters before and after each forward pass
             return
         for module in model.modules():
-            for name, param in module._parameters.items():
-                if param is not None:
-                    self._places.append(_Place(weakref.ref(module), name, id(param), id(param) in trained))
+            frozen = [
+                name for name, param in module._parameters.items() if param is not None and not param.requires_grad
+            ]
+            self._modules.append(_Module(weakref.ref(module), *_identities(module), frozen))
 
     def add(self, params: Iterable[Tensor]) -> None:
         """Take parameters that a new group brings for known."""
-        model = self.reference()
-        if model is not None and self._places:
-            trained = {place.param_id for place in self._places if place.trains}
-            self._look_again(model, trained.union(map(id, params)))
+        self._known |= {id(param) for param in params}
+
+    def is_due(self) -> bool:
+        """Count a step, and return whether to look at the model in it."""
+        self._steps += 1
+        return self._steps <= LOOKS_EVERY or self._steps % LOOKS_EVERY == 0
 
     def is_unchanged(self) -> bool:
-        """Return whether the model has its parameters where they were, and trains no others; takes microseconds."""
-        for reference, name, param_id, trains in self._places:
+        """Return whether the model has the modules and parameters of the last look, and trains no others."""
+        if self._waits:
+            return False
+        for reference, params, children, frozen in self._modules:
             module = reference()
             if module is None:
                 continue
-            param = module._parameters.get(name)
-            is_unfrozen = param is not None and param.requires_grad and not trains
-            if id(param) != param_id or is_unfrozen:
+            held = module._parameters
+            if _identities(module) != (params, children) or any(held[name].requires_grad for name in frozen):  # type: ignore[union-attr]
                 return False
         return True
 
@@ -70,25 +79,19 @@ class ModelWatch:
             Advice about parameters that have been unfrozen since the optimizer was made; None for none.
 
         Raises:
-            RuntimeError: the model has parameters that the optimizer lacks, and would not train.
+            RuntimeError: the model trains parameters that the optimizer lacks.
         """
         model = self.reference()
         if model is None:
             return None
-        trained = {id(param) for param in params}
+        of_optimizer = list(params)
+        trained = {id(param) for param in of_optimizer}
         self._reject_sharded(model, trained)
         is_of_engine = self._was_sharded or not trained <= self._known  # which exchanges parameters on both sides
         if is_of_engine:
-            self._places = []
+            self._modules = []
             return None
-        new, unfrozen = [], []
-        for name, param in model.named_parameters():
-            if not param.requires_grad or id(param) in trained:
-                continue
-            if id(param) not in self._known:
-                new.append(name)
-            elif param.grad is not None:
-                unfrozen.append(name)
+        new, unfrozen, waiting = self._untrained(model, trained)
         if new:
             raise RuntimeError(
                 f"the model has {len(new)} trainable parameters that this optimizer lacks, {new[0]} among them: they "
@@ -96,14 +99,31 @@ class ModelWatch:
                 "layers, adapters), and would not train. Call mars_hf.create(model, ...) after such changes, hand new "
                 "parameters to optimizer.add_param_group, or freeze what is not meant to train"
             )
-        self._look_again(model, trained)
+        known = self._known
+        self._look_again(model, of_optimizer)
+        self._known -= {id(param) for param in waiting if id(param) not in known}
+        self._waits = bool(waiting)
         if not unfrozen:
             return None
         return (
             f"{len(unfrozen)} parameters of the model have gradients and are not in this optimizer, {unfrozen[0]} "
-            "among them: they were frozen when create(model) was called. Unless another optimizer trains them, hand "
-            "them to optimizer.add_param_group"
+            "among them: they have been unfrozen since, or were left out of its groups. Unless another optimizer "
+            "trains them, hand them to optimizer.add_param_group"
         )
+
+    def _untrained(self, model: nn.Module, trained: set[int]) -> tuple[list[str], list[str], list[Tensor]]:
+        """Return the trainable parameters that are not in the optimizer: new, known, and those without a gradient."""
+        new, known, waiting = [], [], []
+        for name, param in model.named_parameters():
+            if not param.requires_grad or id(param) in trained:
+                continue
+            if param.grad is None:  # a copy for an average, a part that is not used yet, or nobody's
+                waiting.append(param)
+            elif id(param) in self._known:
+                known.append(name)
+            else:
+                new.append(name)
+        return new, known, waiting
 
     def _reject_sharded(self, model: nn.Module, trained: set[int]) -> None:
         """Raise RuntimeError if parameters have become DTensors since `create`, which the optimizer lacks."""
@@ -154,3 +174,8 @@ def _names_unsharded(model: nn.Module) -> frozenset[str]:
 def _is_fully_sharded(module: nn.Module) -> bool:
     """Return whether `fully_shard` has been called on a module; its class is not imported for this."""
     return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
+def _identities(module: nn.Module) -> tuple[list[int], list[int]]:
+    """Return which parameters and children a module has itself."""
+    return list(map(id, module._parameters.values())), list(map(id, module._modules.values()))

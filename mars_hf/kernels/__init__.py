@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -27,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mars_hf import log
 from mars_hf.arithmetic import eight_bits, resting, rules
 from mars_hf.arithmetic.eight_bits import SCALES, Coded, Column, Columns, join_weight, values_of
 
@@ -38,8 +38,6 @@ _SHAPES = (torch.Size((89, 97)), torch.Size((5,)), torch.Size((7, 3, 13)))
 _JOINED = "parameters of 24 bits"
 Dtypes = tuple[tuple[str, torch.dtype], ...]  # of lists of tensors, by their names
 _failures: dict[torch.device, str] = {}  # why kernels no longer run
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -133,7 +131,7 @@ def choose_backend(
     if group["fused"]:
         raise RuntimeError(f"fused=True, and {problem}; use fused=None")
     if kernels_of(device).is_available(device) and device not in _failures:
-        logger.warning("MARS takes plain PyTorch for the rest of this run: %s", problem)
+        log.warning_on_machine(f"MARS takes plain PyTorch for the rest of this run: {problem}")
         _failures[device] = problem
     return plain
 

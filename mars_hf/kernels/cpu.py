@@ -12,7 +12,6 @@ import contextlib
 import ctypes
 import functools
 import hashlib
-import logging
 import os
 import platform
 import shlex
@@ -29,12 +28,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mars_hf import log
 from mars_hf.arithmetic import eight_bits, resting
 from mars_hf.arithmetic.eight_bits import Column, Columns, scales_of, tensors_of
 from mars_hf.arithmetic.resting import Moving
 from mars_hf.arithmetic.rules import NEAREST, Options, Rounding
-
-logger = logging.getLogger(__name__)
 
 NAME = "compiled"
 SOURCE = Path(__file__).with_name("cpu.cpp")
@@ -233,7 +231,7 @@ def _library() -> Any:
     try:
         library = load(SOURCE)
     except (RuntimeError, OSError) as error:
-        logger.warning("MARS takes its slower CPU path for the rest of this run. %s", error)
+        log.warning_on_machine(f"MARS takes its slower CPU path for the rest of this run. {error}")
         return None
     word, address = ctypes.c_int64, ctypes.c_void_p
     library.mars_sums.argtypes = [word, address, address, word, word, address, word]
@@ -270,7 +268,9 @@ def load(source: Path) -> ctypes.CDLL:
                 os.replace(shutil.copyfile(library, Path(partial) / name), cached)  # whole at once
             return ctypes.CDLL(str(cached))
         except OSError as error:  # read-only, full, noexec, or not private
-            logger.warning("Compiled kernels cannot be cached: %s; XDG_CACHE_HOME can name another folder.", error)
+            log.warning_on_machine(
+                f"Compiled kernels cannot be cached: {error}; XDG_CACHE_HOME can name another folder."
+            )
         return ctypes.CDLL(str(library))  # the process keeps what it has loaded; the file may go
 
 

@@ -89,6 +89,41 @@ def test_advice_is_said_once_an_optimizer():
         assert len(logged(step, "do not move")) == 1
 
 
+def test_advice_is_said_once_though_its_numbers_change():
+    param = nn.Parameter(torch.ones(3, 2, dtype=torch.bfloat16))
+    mars = Mars([param], lr=1e-5)
+
+    def run() -> None:
+        for step in range(1, 4):
+            mars.param_groups[0] |= {"lr": 1e-5 * step, "gamma": 0.01 * step}
+            param.grad = torch.ones_like(param)
+            mars.step()
+            mars.load_state_dict(mars.state_dict())
+
+    assert len(logged(run)) == 1
+
+
+def test_one_rate_is_said_of_a_run_that_is_resumed():
+    """Not of rates that the checkpoint was made with, which are one where nobody wants two."""
+
+    def make(**rates: float) -> Mars:
+        return Mars([nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(3))], **rates)
+
+    def step(mars: Mars) -> None:
+        for group in mars.param_groups:
+            group["params"][0].grad = torch.ones_like(group["params"][0])
+        mars.step()
+
+    for saved, count in ((make(lr=0.1), 1), (make(lr=0.1, lr_1d=0.1), 0)):
+        step(saved)
+        resumed = make(lr=0.1)
+        resumed.load_state_dict(saved.state_dict())
+        assert logged(lambda resumed=resumed: step(resumed)) == []
+        for group in resumed.param_groups:
+            group["lr"] = 0.05
+        assert len(logged(lambda resumed=resumed: step(resumed), "0.05; they were made with 0.05 to 0.1")) == count
+
+
 def test_only_the_first_rank_speaks(monkeypatch):
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     for rank, count in ((0, 1), (1, 0)):

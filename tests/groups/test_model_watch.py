@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -75,6 +76,44 @@ def test_parameters_exchanged_in_mid_run(change):
     change(model)
     with pytest.raises(RuntimeError, match="this optimizer lacks"):
         train(model, mars)
+
+
+@pytest.mark.parametrize("change", [*CHANGES, lambda model: model.__setitem__(0, nn.Linear(3, 4))])
+@pytest.mark.parametrize("steps", [1, 3, 30])
+def test_changes_of_a_run_are_found_within_eight_steps(change, steps):
+    model = small()
+    mars = mars_hf.create(model, lr=1e-2)
+    train(model, mars, steps)
+    change(model)
+    with pytest.raises(RuntimeError, match="this optimizer lacks"):
+        train(model, mars, 8)
+
+
+def test_parts_without_gradients_may_be_there():
+    """An average of the weights or a teacher, which nobody trains, as long as it gets no gradients."""
+    model = small()
+    mars = mars_hf.create(model, lr=1e-2)
+    average = copy.deepcopy(model)
+    model.add_module("average", average)
+    model.forward = lambda x: model[2](model[1](model[0](x)))  # type: ignore[method-assign]
+    assert logged(lambda: train(model, mars, 20)) == []
+    average.forward = None
+    model.forward = lambda x: model[2](model[1](average[0](x)))  # type: ignore[method-assign]
+    with pytest.raises(RuntimeError, match=r"lacks, average\.0\.weight among them"):
+        train(model, mars, 8)
+
+
+def test_layers_unfrozen_before_they_are_used():
+    model = small()
+    model[0].requires_grad_(False)
+    mars = mars_hf.create(model, lr=1e-2)
+    first = model[0]
+    model.forward = lambda x: model[2](model[1](first(x).detach()))  # type: ignore[method-assign]
+    first.requires_grad_(True)
+    assert logged(lambda: train(model, mars, 20)) == []
+    del model.forward
+    assert len(logged(lambda: train(model, mars, 20), "2 parameters of the model have gradients")) == 1
+    assert mars._watch.is_unchanged()  # a step is as cheap as before
 
 
 def test_an_untied_head():

@@ -151,7 +151,7 @@ def test_thawed_parameters_are_added(named):
     ("schedule", "steps_before"),
     [
         (lambda mars, lr: OneCycleLR(mars, max_lr=lr, total_steps=10), 0),
-        (lambda mars, lr: SWALR(mars, swa_lr=lr, anneal_epochs=1), 2),  # in the middle of a run
+        (lambda mars, lr: SWALR(mars, swa_lr=lr), 2),  # in the middle of a run
     ],
     ids=["OneCycleLR", "SWALR"],
 )
