@@ -113,7 +113,9 @@ class ModelWatch:
 
     def _untrained(self, model: nn.Module, trained: set[int]) -> tuple[list[str], list[str], list[Tensor]]:
         """Return the trainable parameters that are not in the optimizer: new, known, and those without a gradient."""
-        new, known, waiting = [], [], []
+        new: list[str] = []
+        known: list[str] = []
+        waiting: list[Tensor] = []
         for name, param in model.named_parameters():
             if not param.requires_grad or id(param) in trained:
                 continue

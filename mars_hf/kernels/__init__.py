@@ -229,7 +229,7 @@ def _products_that_work(device: torch.device) -> ModuleType | None:
             symmetric.check(device)
     except Exception as error:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        logger.warning("Newton-Schulz takes PyTorch's products for the rest of this run: %s", reason[:300])
+        log.warning_on_machine(f"Newton-Schulz takes PyTorch's products for the rest of this run: {reason[:300]}")
         return None
     return symmetric
 
