@@ -11,10 +11,13 @@ import os
 import runpy
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from mars_hf import log
 from mars_hf.groups import suggest
+
+if TYPE_CHECKING:
+    from mars_hf.training.guard import StepWatch
 
 _EPILOG = """examples:
   python -m mars_hf run run_clm.py --optim mars_adamw --optim_args beta1=0.9,beta2=0.999 --learning_rate 2.4e-5 ...
@@ -83,23 +86,43 @@ def _run(parser: _Parser, script: str, arguments: list[str], *, is_module: bool)
         except (SyntaxError, ValueError) as error:  # ValueError: null bytes
             parser.error(f"{script} is no Python: {error}")
     replace_trainer()
-    watch = watch_optimizers()
+    from mars_hf.training.guard import StepWatch
+
+    watch = StepWatch.of_process()
     sys.argv = [script, *arguments]
-    if is_module:
-        reason = "give a name that python -m can run, or a path without -m"
-        try:  # only now, because looking for a module imports the packages above it, which may import Trainer
-            spec = importlib.util.find_spec(script)
-            if spec is not None and spec.submodule_search_locations is not None:
-                spec = importlib.util.find_spec(f"{script}.__main__")
-        except (ImportError, ValueError) as error:
-            spec, reason = None, str(error)
-        if spec is None:
-            parser.error(f"no such module: {script!r} ({reason})")
-        runpy.run_module(script, run_name="__main__", alter_sys=True)
-    else:
-        sys.path[0] = os.path.dirname(os.path.abspath(script))
-        runpy.run_path(script, run_name="__main__")
-    if not watch.has_mars:
+    try:
+        if is_module:
+            _run_module(parser, script)
+        else:
+            sys.path[0] = os.path.dirname(os.path.abspath(script))
+            runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:  # as of scripts that end with sys.exit(main())
+        if end.code in (0, None):
+            _require_mars(watch, script, arguments)
+        raise
+    _require_mars(watch, script, arguments)
+
+
+def _run_module(parser: _Parser, name: str) -> None:
+    reason = "give a name that python -m can run, or a path without -m"
+    try:  # only now, because looking for a module imports the packages above it, which may import Trainer
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{name}.__main__")
+    except (ImportError, ValueError) as error:
+        spec, reason = None, str(error)
+    if spec is None:
+        parser.error(f"no such module: {name!r} ({reason})")
+    runpy.run_module(name, run_name="__main__", alter_sys=True)
+
+
+def _require_mars(watch: StepWatch, script: str, arguments: list[str]) -> None:
+    """End with exit code 1 if another optimizer was to train a script that has ended well; say if nothing trained."""
+    problem = watch.problem()
+    if problem is not None:
+        sys.exit(f"python -m mars_hf run: {problem}" if log.is_first_rank() else 1)
+    asks_for_help = "-h" in arguments or "--help" in arguments
+    if not watch.mars_steps and not asks_for_help:
         log.warning(
             f"{script} has ended, and MARS has trained nothing in this process. If the script trains in processes that "
             "it starts itself, start those with accelerate launch -m mars_hf run"
@@ -116,37 +139,6 @@ def replace_trainer() -> None:
     from mars_hf.training.trainer import MarsTrainer  # registers
 
     transformers.Trainer = transformers.trainer.Trainer = MarsTrainer  # type: ignore[misc]
-
-
-class _OptimizerWatch:
-    """A hook before each step of any optimizer of this process."""
-
-    has_mars = False  # some Mars has taken a step
-
-    def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Raise RuntimeError if another optimizer would step before a Mars has."""
-        from mars_hf.optimizer import Mars
-
-        if isinstance(optimizer, Mars):
-            self.has_mars = True
-        elif not self.has_mars:
-            raise RuntimeError(
-                f"python -m mars_hf run: {type(optimizer).__name__} would take this step, and MARS has taken none. The "
-                "script makes that optimizer itself, out of reach of --optim. Make it with mars_hf.create(model, "
-                "lr=...) in the script, or train with transformers.Trainer and leave its optimizer to --optim"
-            )
-
-
-def watch_optimizers() -> _OptimizerWatch:
-    """Stop this process at the first step of an optimizer that is no Mars, unless a Mars has stepped before."""
-    from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-    from mars_hf import _compat
-
-    watch = _OptimizerWatch()
-    _compat.OWN_HOOKS.append(watch)
-    register_optimizer_step_pre_hook(watch)
-    return watch
 
 
 if __name__ == "__main__":

@@ -123,24 +123,67 @@ LOOPS = {
             optimizer.step()
         print("MOVED both")
     """,
+    "another first": """
+        import mars_hf, torch
+        model, head = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+        mars = mars_hf.create(model, lr=0.1)
+        for optimizer in (torch.optim.SGD(head.parameters()), mars):
+            head(model(torch.ones(1, 2))).sum().backward()
+            optimizer.step()
+        print("MOVED both")
+    """,
+    "error caught": """
+        import torch
+        param = torch.nn.Parameter(torch.ones(2))
+        param.grad = torch.ones(2)
+        try:
+            torch.optim.AdamW([param]).step()
+        except Exception:
+            print("MOVED False")
+    """,
+    "Mars never steps": """
+        import mars_hf, sys, torch
+        model = torch.nn.Linear(2, 2)
+        mars_hf.create(model, lr=0.1)
+        model(torch.ones(1, 2)).sum().backward()
+        torch.optim.AdamW(model.parameters()).step()
+        sys.exit(0)
+    """,
     "no training": "print('EVALUATED')",
+    "no training, and an exit": "import sys; sys.exit(0)",
+    "help": "import argparse; argparse.ArgumentParser().parse_args(['--help'])",
+    "failure": "import sys; sys.exit(7)",
+}
+# Exit code, and what the last line of stderr has.
+ENDS = {
+    "torch": (1, r"AdamW would take this step, and MARS has taken none.*mars_hf\.create"),
+    "accelerate": (1, r"SGD would take this step, and MARS has taken none.*mars_hf\.create"),
+    "own Mars": (0, "SGD trains, too"),
+    "another first": (0, "SGD trains, too"),
+    "error caught": (1, "AdamW would take this step"),
+    "Mars never steps": (1, "AdamW trained, and the Mars that was made has taken no step"),
+    "no training": (0, "MARS has trained nothing in this process"),
+    "no training, and an exit": (0, "MARS has trained nothing in this process"),
+    "help": (0, None),
+    "failure": (7, None),
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("loop", LOOPS)
 def test_run_stops_loops_without_mars(loop, tmp_path):
-    """At the first step of another optimizer, unless a Mars trains, too."""
+    """At the first step of another optimizer, unless there is a Mars, too; at the end if none has trained."""
     (tmp_path / "loop.py").write_text(textwrap.dedent(LOOPS[loop]))
-    command = [sys.executable, "-m", "mars_hf", "run", "loop.py", "--optim", "mars_m"]
+    command = [sys.executable, "-m", "mars_hf", "run", "loop.py", "--optim", "mars_m", *(["--help"] * (loop == "help"))]
     finished = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    if loop in ("torch", "accelerate"):
-        assert finished.returncode == 1 and "MOVED False" in finished.stdout
-        last = finished.stderr.splitlines()[-1]
-        assert re.search(r"(AdamW|SGD) would take this step, and MARS has taken none.*mars_hf\.create", last)
+    code, line = ENDS[loop]
+    assert finished.returncode == code, finished.stderr
+    if line is not None:
+        assert re.search(line, finished.stderr.splitlines()[-1])
     else:
-        assert finished.returncode == 0, finished.stderr
-        assert ("MARS has trained nothing in this process" in finished.stderr) == (loop == "no training")
+        assert "MARS" not in finished.stderr
+    if code == 1 and loop != "Mars never steps":
+        assert "MOVED False" in finished.stdout
 
 
 def refused(capsys, *argv: str) -> str:

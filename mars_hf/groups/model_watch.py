@@ -107,11 +107,11 @@ class ModelWatch:
             return None
         return (
             f"{len(unfrozen)} parameters of the model have gradients and are not in this optimizer, {unfrozen[0]} "
-            "among them: they have been unfrozen since, or were left out of its groups. Unless another optimizer "
+            "among them: they were frozen when create(model) was called, or left out. Unless another optimizer "
             "trains them, hand them to optimizer.add_param_group"
         )
 
-    def _untrained(self, model: nn.Module, trained: set[int]) -> tuple[list[str], list[str], list[Tensor]]:
+    def _untrained(self, model: nn.Module, trained: set[int]) -> tuple[list[str], list[str], list[nn.Parameter]]:
         """Return the trainable parameters that are not in the optimizer: new, known, and those without a gradient."""
         new: list[str] = []
         known: list[str] = []

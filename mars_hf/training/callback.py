@@ -133,10 +133,15 @@ class LastGradientCallback(TrainerCallback):
         """Measure this step if it will be logged, and stop the run if its adapters cannot be trained any more."""
         if self._mars is None:
             return
-        if self.trainer is not None:
-            guard.require_same(self.trainer.optimizer, self._mars)
         self._check_parameters(optimizer)
         self._mars.collect_metrics(_will_log(args, state))
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Stop the run if the optimizer that is about to step has come in the place of Mars."""
+        if self._mars is not None and self.trainer is not None:
+            guard.require_same(self.trainer.optimizer, self._mars)
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **_: Any
@@ -287,7 +292,7 @@ def _name_damaged_file(load: Callable[..., None]) -> Callable[..., None]:
             if file is None:
                 raise
             raise ValueError(
-                f"{file} is damaged: it ends before its end, as if its writing had been interrupted. Resume from "
+                f"{file} is damaged: its writing or copying seems to have been interrupted. Resume from "
                 "another checkpoint, or go on from its weights alone, without its optimizer.pt and scheduler.pt"
             ) from error
 

@@ -7,17 +7,74 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from transformers.trainer import OPTIMIZER_NAME, OPTIMIZER_NAME_BIN, SCHEDULER_NAME
 
+from mars_hf import _compat, log
 from mars_hf.distributed.tensors import shape_of
 from mars_hf.groups import saved_settings
 from mars_hf.groups.settings import check_arguments
-from mars_hf.optimizer import Mars
+from mars_hf.optimizer import EXTENSIONS, Mars
 
 if TYPE_CHECKING:
     from transformers import TrainerState, TrainingArguments
 
 _MARK = "mars_hf"  # among the states of callbacks in trainer_state.json
+
+
+class StepWatch:
+    """A hook before each step of every optimizer of a process in which MARS is to train.
+
+    It stops the first step of another one while no Mars has been made. Beside a Mars another one may train, such as
+    that of a discriminator, and is told once.
+    """
+
+    mars_steps = False  # some Mars has taken a step
+
+    def __init__(self) -> None:
+        """Watch nothing yet."""
+        self._mars_is_made = False
+        self._refused = ""
+        self._others: list[str] = []  # names of the classes that have taken steps
+
+    @classmethod
+    def of_process(cls) -> StepWatch:
+        """Watch all optimizers of this process from now on."""
+        watch = cls()
+        EXTENSIONS["torch"] = watch._note_made
+        _compat.OWN_HOOKS.append(watch)
+        register_optimizer_step_pre_hook(watch)
+        return watch
+
+    def _note_made(self) -> None:
+        self._mars_is_made = True
+
+    def __call__(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        """Raise RuntimeError if another optimizer would step, and no Mars has been made."""
+        name = type(optimizer).__name__
+        if isinstance(optimizer, Mars):
+            self.mars_steps = True
+        elif not self._mars_is_made:
+            self._refused = self._refused or name
+            raise RuntimeError(f"python -m mars_hf run: {self.problem()}")
+        elif name not in self._others:
+            self._others.append(name)
+            log.warning(f"{name} trains, too: the script makes this optimizer itself, out of reach of --optim")
+
+    def problem(self) -> str | None:
+        """Return why what has trained, or would have, is not MARS; None if it is, or nothing has trained."""
+        if self._refused:
+            return (
+                f"{self._refused} would take this step, and MARS has taken none. The script makes that optimizer "
+                "itself, out of reach of --optim. Make it with mars_hf.create(model, lr=...) in the script, or train "
+                "with transformers.Trainer and leave its optimizer to --optim"
+            )
+        if self._others and not self.mars_steps:
+            return (
+                f"{' and '.join(self._others)} trained, and the Mars that was made has taken no step: hand it to the "
+                "loop (accelerator.prepare(model, optimizer)), without an optimizer in DeepSpeed's JSON"
+            )
+        return None
 
 
 def unwrap_optimizer(optimizer: Any) -> Any:
@@ -148,21 +205,29 @@ def note_steps(state: TrainerState, mars: Mars) -> None:
 
 
 def steps_of_first(mars: Mars) -> int | None:
-    """Return the step count of the first parameter that has one."""
-    for group in mars.param_groups:
-        for param in group["params"]:
-            if "step" in mars.state.get(param, ()):
-                return int(mars.state[param]["step"])
+    """Return the step count of the first parameter that has one; ZeRO-3 takes the parameters out of the groups."""
+    in_groups = [param for group in mars.param_groups for param in group["params"]]
+    for param in in_groups or mars.state:
+        if "step" in mars.state.get(param, ()):
+            return int(mars.state[param]["step"])
     return None
 
 
 def damaged_file(checkpoint: str) -> Path | None:
-    """Return the file of a checkpoint's optimizer or scheduler that torch.save has not ended; None if there is none."""
-    for name in (OPTIMIZER_NAME, SCHEDULER_NAME):
+    """Return a checkpoint's file of an optimizer or scheduler that cannot be read as torch.save wrote it, if any."""
+    for name in (OPTIMIZER_NAME, OPTIMIZER_NAME_BIN, SCHEDULER_NAME):
         file = Path(checkpoint) / name
-        if file.is_file() and not zipfile.is_zipfile(file):
+        if file.is_file() and _is_damaged(file):
             return file
     return None
+
+
+def _is_damaged(file: Path) -> bool:
+    try:
+        with zipfile.ZipFile(file) as archive:
+            return archive.testzip() is not None
+    except (zipfile.BadZipFile, OSError, EOFError):
+        return True
 
 
 def require_scaled_losses(optimizer: Any) -> None:

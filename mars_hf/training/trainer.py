@@ -207,7 +207,9 @@ class TrainerWithMars(_Base):
         if _compat.has_step_hooks(mars) or getattr(self.optimizer, "optimizer", None) is not mars:
             return True
         callbacks = [type(callback) for callback in self.callback_handler.callbacks]
-        others = [kind for kind in callbacks if not issubclass(kind, (NonFiniteCallback, StalePass))]
+        others = [
+            kind for kind in callbacks if not issubclass(kind, (LastGradientCallback, NonFiniteCallback, StalePass))
+        ]
         return any(
             kind.on_pre_optimizer_step is not TrainerCallback.on_pre_optimizer_step
             or kind.on_optimizer_step is not TrainerCallback.on_optimizer_step

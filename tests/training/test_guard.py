@@ -328,6 +328,30 @@ class CreatesAdamW(Trainer):
         return self.optimizer
 
 
+class TrainsAdamW(Trainer):
+    """Its optimizer comes in the middle of the first step."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        loss = super().training_step(*args, **kwargs)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        return loss
+
+
+def test_another_optimizer_within_the_first_step(tmp_path):
+    model = gpt2()
+    run = mars_hf.with_mars(TrainsAdamW)(model, arguments(tmp_path), train_dataset=Blocks())
+    before = [param.clone() for param in model.parameters()]
+    with pytest.raises(RuntimeError, match="has been replaced by AdamW in training"):
+        run.train()
+    assert equal(before, list(model.parameters()))
+
+
+def test_a_trainer_evaluates_with_another_optimizer(tmp_path):
+    model = gpt2()
+    run = mars_trainer(arguments(tmp_path), model, optimizers=(torch.optim.AdamW(model.parameters()), None))
+    assert run.evaluate(Blocks())["eval_loss"] > 0
+
+
 @pytest.mark.parametrize("kind", [GivesAdamW, SetsAdamW, CreatesAdamW])
 def test_trainers_that_bring_another_optimizer(tmp_path, kind):
     check_that_adamw_stops(mars_hf.with_mars(kind), tmp_path)
@@ -424,6 +448,29 @@ def test_an_optimizer_that_had_trained_before_resumes(tmp_path):
     mars_trainer(arguments(tmp_path, **settings), model, optimizers=(mars, None)).train()
     assert guard.steps_of_first(mars) == 7
     resume(tmp_path / "checkpoint-4")
+
+
+def test_states_under_zero_3():
+    """It takes the parameters out of the groups after each step."""
+    params = [torch.nn.Parameter(torch.ones(3, 2)), torch.nn.Parameter(torch.ones(3))]
+    mars = mars_hf.Mars(params, lr=1e-3)
+    assert guard.steps_of_first(mars) is None
+    for param in params:
+        param.grad = torch.ones_like(param)
+    mars.step()
+    for group in mars.param_groups:
+        group["params"] = []
+    assert guard.steps_of_first(mars) == 1
+
+
+def test_a_file_damaged_in_its_middle(two_checkpoints, tmp_path):
+    file = copied(two_checkpoints / "checkpoint-4", tmp_path) / "optimizer.pt"
+    content = bytearray(file.read_bytes())
+    for place in range(len(content) // 2, len(content) // 2 + 64):
+        content[place] ^= 255
+    file.write_bytes(content)
+    assert guard.damaged_file(str(file.parent)) == file
+    assert guard.damaged_file(str(two_checkpoints / "checkpoint-4")) is None
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt"])
