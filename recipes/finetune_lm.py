@@ -26,6 +26,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GPT2Config,
+    GPT2LMHeadModel,
     GPT2Tokenizer,
     HfArgumentParser,
     Trainer,
@@ -90,14 +91,15 @@ def load_model(args: Arguments, documents: DatasetDict) -> tuple[Any, Any]:
     """Return the model, with float32 weights, and its tokenizer."""
     if path := args.model_name_or_path:
         try:
-            return AutoModelForCausalLM.from_pretrained(path, dtype="float32"), AutoTokenizer.from_pretrained(path)
+            model: Any = AutoModelForCausalLM.from_pretrained(path, dtype="float32", trust_remote_code=False)
+            return model, AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         except OSError as error:
             raise ValueError(f"--model_name_or_path {path}: {error}") from error
     text = documents["train"][:10_000][args.text_column]
     tokenizer = GPT2Tokenizer().train_new_from_iterator(text, vocab_size=1024)
     sizes: dict[str, Any] = {"vocab_size": len(tokenizer), "n_positions": 64, "n_layer": 2, "n_head": 4, "n_embd": 128}
     ends: dict[str, Any] = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    model = AutoModelForCausalLM.from_config(GPT2Config(initializer_range=0.1, **sizes, **ends))
+    model = GPT2LMHeadModel(GPT2Config(initializer_range=0.1, **sizes, **ends))
     model.loss_type = "ForCausalLM"  # or transformers warns
     return model, tokenizer
 

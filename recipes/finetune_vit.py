@@ -93,8 +93,8 @@ def load_model(args: Arguments, labels: list[str]) -> tuple[Any, Any]:
     if path := args.model_name_or_path:
         names |= {"dtype": "float32", "ignore_mismatched_sizes": True}  # the head's
         try:
-            model = AutoModelForImageClassification.from_pretrained(path, **names)
-            return model, AutoImageProcessor.from_pretrained(path)
+            model = AutoModelForImageClassification.from_pretrained(path, trust_remote_code=False, **names)
+            return model, AutoImageProcessor.from_pretrained(path, trust_remote_code=False)
         except OSError as error:
             raise ValueError(f"--model_name_or_path {path}: {error}") from error
     size, patch = (32, 4) if args.dataset_name else (8, 2)

@@ -136,7 +136,7 @@ def build(args: Arguments, training: TrainingArguments) -> Trainer:
     tokenizer, end_of_text = None, 50256 if args.vocab_size > 50256 else None  # if the ids are GPT-2's
     if args.dataset_name:
         with training.main_process_first():  # the others read its cache
-            tokenizer = AutoTokenizer.from_pretrained(args.tokenizer_name)
+            tokenizer = AutoTokenizer.from_pretrained(args.tokenizer_name, trust_remote_code=False)
             train, val = tokenized(args, tokenizer)
         end_of_text = tokenizer.eos_token_id
     else:

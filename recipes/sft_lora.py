@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from datasets import Dataset, DatasetDict, load_dataset
 from datasets.exceptions import DatasetsError
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2Tokenizer, set_seed
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, GPT2Tokenizer, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 from trl import (
     ModelConfig,
@@ -82,19 +82,20 @@ def load_model(args: ModelConfig, rows: Dataset) -> tuple[Any, Any]:
     """Return the model and its tokenizer."""
     if path := args.model_name_or_path:
         settings: dict[str, Any] = {"revision": args.model_revision, "dtype": args.dtype}
-        settings |= {"attn_implementation": args.attn_implementation}
+        settings["attn_implementation"] = args.attn_implementation
         if quantization := get_quantization_config(args):  # --load_in_4bit true
             settings |= {"quantization_config": quantization}
         try:
-            model = AutoModelForCausalLM.from_pretrained(path, **settings)
-            return model, AutoTokenizer.from_pretrained(path, revision=args.model_revision)
+            model: Any = AutoModelForCausalLM.from_pretrained(path, trust_remote_code=False, **settings)
+            tokenizer = AutoTokenizer.from_pretrained(path, revision=args.model_revision, trust_remote_code=False)
+            return model, tokenizer
         except OSError as error:
             raise ValueError(f"--model_name_or_path {path}: {error}") from error
     tokenizer = GPT2Tokenizer().train_new_from_iterator(map(str, rows), vocab_size=512)
     tokenizer.pad_token, tokenizer.chat_template = tokenizer.eos_token, CHAT_TEMPLATE
     sizes: dict[str, Any] = {"vocab_size": len(tokenizer), "n_positions": 128, "n_layer": 2, "n_head": 4, "n_embd": 128}
     ends: dict[str, Any] = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    model = AutoModelForCausalLM.from_config(GPT2Config(initializer_range=0.1, **sizes, **ends))
+    model = GPT2LMHeadModel(GPT2Config(initializer_range=0.1, **sizes, **ends))
     model.loss_type = "ForCausalLM"  # or transformers warns
     return model, tokenizer
 

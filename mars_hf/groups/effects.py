@@ -104,7 +104,7 @@ def statements_of_group(
     for name in KEYS_1D:
         if repr(group.get(name)) in ("None", repr(group.get(name.removesuffix("_1d")))):
             stated.pop(name, None)
-    return _statements(where, stated, {**defaults, "layout": None}, made)
+    return _statements(where, stated, defaults, made)
 
 
 # --- and in arguments of `create` -------------------------------------------------------------------------------------
@@ -117,7 +117,7 @@ def reject_unread_arguments(arguments: Mapping[str, Any]) -> None:
     """
     statements = _statements_of_arguments(arguments)
     expanded = expand(arguments)
-    defaults = {**DEFAULTS, **expanded, "layout": None}
+    defaults = {**DEFAULTS, **expanded}
     for override in expanded.get("param_rules", ()):
         groups = _possible_groups({**expanded, **override.settings})
         statements += _statements(f"param_rules {shown(override.pattern)}: ", override.settings, defaults, groups)

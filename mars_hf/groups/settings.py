@@ -309,7 +309,7 @@ LABEL_KEYS = (
 _KINDS = {name: setting.kind for name, setting in SETTINGS.items()}
 _KINDS |= dict.fromkeys(PAIR_KEYS, _BETA)
 _KINDS |= {"role": _one_of(*ROLES), "layout": _or_none(_LAYOUT)}
-READERS = {name: setting.readers for name, setting in SETTINGS.items()} | {"layout": _ORTHOGONALIZED}
+READERS = {name: setting.readers for name, setting in SETTINGS.items()}
 _OTHER_NAMES = {  # of other libraries
     "learning_rate": "lr",
     "step_size": "lr",
