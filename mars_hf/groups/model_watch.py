@@ -115,7 +115,7 @@ class ModelWatch:
         """Return the trainable parameters that are not in the optimizer: new, known, and those without a gradient."""
         new: list[str] = []
         known: list[str] = []
-        waiting: list[Tensor] = []
+        waiting: list[nn.Parameter] = []
         for name, param in model.named_parameters():
             if not param.requires_grad or id(param) in trained:
                 continue
