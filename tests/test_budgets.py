@@ -31,7 +31,7 @@ PACKAGE = Path(mars_hf.__file__).parent
 ROOT = PACKAGE.parent
 
 # Files, and lines with C++.
-ROOMS = {"mars_hf": (62, 15_000), "recipes": (38, 5_000), "tests": (110, 26_500), "benchmarks": (11, 2_500)}
+ROOMS = {"mars_hf": (62, 15_000), "recipes": (38, 5_000), "tests": (110, 27_500), "benchmarks": (11, 2_500)}
 MOST_SETTINGS, MOST_PUBLIC_NAMES = 32, 9
 # Files that one step enters.
 WALKS = {"mars-adamw": 16, "mars-m": 21}
