@@ -76,11 +76,11 @@ def further_runs(search: str) -> list[FinishedRun]:
 def draw_controls() -> Figure:
     """Show the final losses of five optimizers on both texts: seeds, means and 95% intervals of the means."""
     texts = {
-        "Python sources\n(all tuned)": ("betas", "controls_embedded", BEST_ON_PYTHON),
-        "C++ headers\n(AdamW's family tuned)": ("betas_headers", "controls_headers", BEST_ON_HEADERS),
+        "Python sources": ("betas", "controls_embedded", BEST_ON_PYTHON, (3.85, 4.4)),
+        "C++ headers": ("betas_headers", "controls_headers", BEST_ON_HEADERS, (2.1, 2.65)),
     }
-    figure, panels = plt.subplots(1, 2, figsize=(6.4, 3), layout="constrained", sharey=True)
-    for axes, (title, (search, controls, best)) in zip(panels, texts.items(), strict=True):
+    figure, panels = plt.subplots(1, 2, figsize=(6.4, 3.6), layout="constrained", sharey=True)
+    for axes, (title, (search, controls, best, range_of_losses)) in zip(panels, texts.items(), strict=True):
         arms = by_contender([*further_runs(search), *runs(controls)])
         for place, arm in enumerate(NAMES):
             losses = np.array([run.eval_loss for run in arms[best.get(arm, arm)]])
@@ -91,11 +91,15 @@ def draw_controls() -> Figure:
             axes.annotate(
                 f"{losses.mean():.3f}", (losses.mean(), place - 0.18), ha="center", va="bottom", fontsize=8, color=color
             )
-        axes.set(title=title, ylim=(len(NAMES) - 0.5, -0.7))
+        axes.set(xlim=range_of_losses, ylim=(len(NAMES) - 0.5, -0.7))  # both panels to one scale
+        axes.set_title(title, fontsize="medium")
         axes.xaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 5, 10]))
         axes.grid(alpha=0.3, axis="x")
     panels[0].set_yticks(range(len(NAMES)), list(NAMES.values()))
-    figure.supxlabel("held-out loss (nats per token), lower is better", fontsize="medium")
+    figure.suptitle("Held-out loss of a 1.3M-parameter GPT-2 after 500 steps", fontsize="large")
+    axis = "nats per token, lower is better"
+    legend = "large dot and bar: mean of 5 seeds and its 95 % interval; small dots: seeds"
+    figure.supxlabel(f"{axis}\n{legend}", fontsize="small")
     return figure
 
 
@@ -105,13 +109,15 @@ def draw_loss_curve() -> Figure:
     arms = by_contender(runs("controls_embedded"))
     for optimizer, arm in (("adamw", "adamw"), ("mars_m", "mars_m, gamma 1 - beta1")):  # as the job has them
         steps, losses = np.array([run.curve for run in arms[arm]]).transpose(2, 1, 0)  # (step, seed) each
-        color, label = page.COLORS[optimizer], f"{NAMES[optimizer]}, mean of {losses.shape[1]} seeds"
+        beta1 = {"adamw": 0.9, "mars_m": 0.95}[optimizer]
+        color, label = page.COLORS[optimizer], f"{NAMES[optimizer]}, beta1 {beta1:g}"
         axes.fill_between(steps[:, 0], losses.min(axis=1), losses.max(axis=1), color=color, alpha=0.3, linewidth=0)
         axes.plot(steps[:, 0], losses.mean(axis=1), ".-", color=color, label=label)
-    axes.set(xlabel="steps", ylabel="held-out loss (nats per token)")
-    axes.set_title("1.3M parameters, Python sources; lower is better")
+    axes.set_xticks(steps[:, 0])
+    axes.set(xlabel="steps of 2,048 tokens", ylabel="nats per token, lower is better")
+    axes.set_title("Held-out loss of the default job: GPT-2, 1.3M parameters, Python sources", fontsize="medium")
     axes.grid(alpha=0.3)
-    axes.legend(title="shaded: lowest to highest seed")
+    axes.legend(title=f"lines: means of {losses.shape[1]} seeds; shaded: their range")
     return figure
 
 
@@ -132,7 +138,7 @@ def draw_betas() -> Figure:
     axes.set_xticks(places, [f"{beta1:g}" for beta1 in places])
     axes.minorticks_off()
     axes.set(xlabel="beta1", ylabel="final held-out loss (nats per token), lower is better")
-    axes.set_title("lines: means of seeds; dots: seeds")
+    axes.set_title("GPT-2 of 1.3M parameters after 500 steps; lines: means of seeds, dots: seeds", fontsize="medium")
     axes.grid(alpha=0.3)
     figure.legend(loc="outside lower center", ncols=2)
     return figure
@@ -149,14 +155,15 @@ def draw_finetuning() -> Figure:
             line = sorted((run["learning_rate"], run["eval_loss"]) for run in searched if of_arm <= run.items())
             axes.plot(*zip(*line, strict=True), ".-", color=page.COLORS[optimizer], label=NAMES[optimizer])
             rates.update(rate for rate, _ in line)
-        axes.set(title=title, xscale="log", xlabel="learning rate")
-        axes.set_xticks(
-            sorted(rates), [f"{rate:.1e}".replace("e-0", "e-").replace(".0e", "e") for rate in sorted(rates)]
-        )
+        axes.set(xscale="log", xlabel="learning rate")
+        axes.set_title(title, fontsize="medium")
+        shown = sorted(rates)[::2]  # labels of all would touch
+        axes.set_xticks(shown, [f"{rate:.1e}".replace("e-0", "e-").replace(".0e", "e") for rate in shown])
         axes.minorticks_off()
         axes.grid(alpha=0.3)
     panels[0].set_ylabel("held-out loss (nats per token),\nlower is better")
     panels[1].legend()
+    figure.suptitle("SmolLM2-135M on the King James Bible, 60 steps of 512 tokens, one seed", fontsize="medium")
     return figure
 
 

@@ -226,7 +226,7 @@ def test_page_compares_seeds_of_a_pretrained_model():
     matrices, lora = (difference(what, "mars_m", "adamw(0.9)") for what in ("kjv all", "headers lora"))
     assert f"ends {matrices:.2f} above AdamW with all weights**, and {lora:.2f} above with LoRA on C++" in page
     low = [LOSSES["smollm2"][f"kjv all {optim}"][2e-5,][100] for optim in ("mars_m", "adamw(0.9)")]
-    assert f"needs {few / 2e-5:.0f} to {many / 4.6e-5:.0f} times usual rates" in page
+    assert f"Runs this short need {few / 2e-5:.0f} to {many / 4.6e-5:.0f} times the usual rates" in page
     assert f"At 2e-5 it is far behind, {low[0]:.2f} to {low[1]:.2f}" in page
 
 

@@ -56,8 +56,8 @@ def commands(page: str) -> Iterator[str]:
 
 
 def entry_points() -> list[str]:
-    """Return the code in the right column of README's table of entry points."""
-    content = PAGES["README.md"].read_text(encoding="utf-8")
+    """Return the code in the middle column of the table of entry points in docs/trainer.md."""
+    content = PAGES["trainer.md"].read_text(encoding="utf-8")
     table = content[content.index("| you have | you write |") :].split("\n\n")[0]
     rows = _ROW.findall(table)[2:]
     return [code for row in rows for code in _CODE.findall(row.split(" | ")[1])]

@@ -151,7 +151,7 @@ def test_notebook_runs(path, place, logged):
     assert names["mars_loss"] < 4 and any(message.startswith("mars-m ") for message in logged)
 
 
-def test_entry_points_of_readme(place):
+def test_entry_points_of_trainer(place):
     """The table's code builds a Mars where the table says."""
     names = {**pages.names(place), "mars_hf": mars_hf, "Trainer": Trainer, "TrainingArguments": TrainingArguments}
     names |= {"optimizer": mars_hf.create(names["model"], lr=6e-3), "SFTTrainer": SFTTrainer}

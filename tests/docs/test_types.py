@@ -1,4 +1,4 @@
-"""README's rows and all sources pass type checkers, and wrong settings do not."""
+"""The entry points in docs/trainer.md and all sources pass type checkers, and wrong settings do not."""
 
 from __future__ import annotations
 

@@ -149,6 +149,9 @@ def test_suggest_table(capsys):
     for line in text.splitlines()[2:]:
         _, _, _, factor, *rates, _ = line.split("|")
         for rate, of_adamw in zip(rates, (3e-4, 2e-5, 2e-4), strict=True):
+            if "mars-m" in line and of_adamw != 3e-4:  # of fine-tuning, the search on SmolLM2 supports none
+                assert rate.strip() == "search"
+                continue
             assert float(rate) == pytest.approx(float(factor) * of_adamw, rel=0.05)
 
 
