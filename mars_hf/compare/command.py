@@ -9,7 +9,11 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:  # --help and a missing package answer before these imports
+    from mars_hf.compare.comparison import Comparison
+    from mars_hf.compare.plan import Plan
 
 _ARMS = ["adamw_torch", "mars_adamw", "mars_m", "muon"]
 _NEEDED = ("scipy", "matplotlib")
@@ -64,7 +68,8 @@ def main(argv: list[str]) -> int:
 
 def _compare(options: argparse.Namespace, arguments: list[str]) -> int:
     from mars_hf.compare import files, page, runs
-    from mars_hf.compare.comparison import Comparison, Target
+    from mars_hf.compare.comparison import Comparison
+    from mars_hf.compare.order import Order
     from mars_hf.compare.work import Slots, Work
 
     plan = _plan(options)
@@ -72,16 +77,14 @@ def _compare(options: argparse.Namespace, arguments: list[str]) -> int:
         raise ValueError(f"no such script: {options.script!r} (give a path, or -m MODULE)")
     if options.jobs < 1 or (options.training is not None and options.training < 1):
         raise ValueError("--jobs and --training: give 1 or more")
-    launcher = tuple(shlex.split(options.launcher))
-    target = Target(
-        options.script, options.module, tuple(arguments), launcher, training=options.training, saves=options.save
-    )
+    launcher = shlex.split(options.launcher)
+    template = Order(options.script, options.module, arguments, launcher, training=options.training, saves=options.save)
     output = Path(options.output_dir).resolve()
     slots = Slots(options.jobs, options.gpus, options.max_runs, options.keep_outputs)
     with files.locked(output, "compares"):
         output.mkdir(parents=True, exist_ok=True)
         comparison = Comparison(
-            plan, target, output, options.metric, options.greater_is_better, searches=not options.no_search
+            plan, template, output, options.metric, options.greater_is_better, searches=not options.no_search
         )
         if options.dry_run:
             for run in itertools.islice(comparison.missing(), 1000):
@@ -98,16 +101,22 @@ def _compare(options: argparse.Namespace, arguments: list[str]) -> int:
     return 0
 
 
-def _announcement(comparison):  # type: ignore[no-untyped-def]
+def _announcement(comparison: Comparison) -> str:
+    """Return the first line: what will run."""
     first, *others = (arm.name for arm in comparison.plan.arms)
     there = "it goes on there" if comparison.metric is not None else "the first run tells metric and time"
     return (
-        f"{comparison.target.script}: {', '.join(others)} against {first}, "
+        f"{comparison.template.script}: {', '.join(others)} against {first}, "
         f"{len(comparison.plan.seeds)} seeds; runs go to {comparison.output}, {there}"
     )
 
 
-def _plan(options):  # type: ignore[no-untyped-def]
+def _plan(options: argparse.Namespace) -> Plan:
+    """Return what is compared.
+
+    Raises:
+        ValueError: something that cannot be.
+    """
     from mars_hf.compare.plan import Arm, Plan, setting
 
     plan = Plan.of_file(options.plan) if options.plan else Plan([Arm.of_text(text) for text in options.optim])

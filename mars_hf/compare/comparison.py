@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,34 +19,13 @@ from mars_hf.compare.search import Place
 from mars_hf.compare.starts import Script
 
 
-@dataclass(frozen=True)
-class Target:
-    """What is compared on.
-
-    Args:
-        script: path, or the name of a module.
-        is_module: whether it is a module.
-        arguments: of its command line.
-        launcher: what starts a module; (): this Python.
-        training: which of its trainings, counted from 1; None: its only one.
-        saves: whether it keeps its checkpoints.
-    """
-
-    script: str
-    is_module: bool = False
-    arguments: tuple[str, ...] = ()
-    launcher: tuple[str, ...] = ()
-    training: int | None = None
-    saves: bool = False
-
-
 @dataclass
 class Comparison:
     """A comparison and its state.
 
     Args:
         plan: arms and seeds.
-        target: script.
+        template: order of all runs: the script, its arguments, how it is started.
         output: folder of the runs.
         asked_metric: name of a metric; None: the script's.
         greater_is_better: of it.
@@ -54,7 +33,7 @@ class Comparison:
     """
 
     plan: Plan
-    target: Target
+    template: Order
     output: Path
     asked_metric: str | None = None
     greater_is_better: bool = False
@@ -140,6 +119,11 @@ class Comparison:
         self._results[arm.name] = found
         return found
 
+    def count_finished(self) -> int:
+        """Return how many runs are there."""
+        arms = self.plan.arms if self.metric is not None else []
+        return sum(len(by_seed) for arm in arms for by_seed in self.results(arm).values())
+
     def _wanted(self, arm: Arm) -> list[tuple[Place, int]]:
         return search.wanted(self.results(arm), self._search_seeds, len(self.plan.rates)) if self.searches else []
 
@@ -174,20 +158,16 @@ class Comparison:
         rate = of_arm.get("learning_rate", math.nan if known is None else known)
         others = [search.rounded(first * 2.0**power) for first, power in zip(arm.first[1:], place[1:], strict=False)]
         name = "-".join([f"{of_arm['learning_rate']:g}" if "learning_rate" in of_arm else "own", *map(str, others)])
-        order = Order(
+        order = replace(
+            self.template,
             folder=str(self.output / "runs" / runs.folder_name(arm.name) / f"rate-{name}-seed-{seed}"),
-            script=self.target.script,
-            is_module=self.target.is_module,
-            arguments=[*self.target.arguments, *words(self._flags(arm, rate, others))],
-            launcher=self.target.launcher,
+            arguments=[*self.template.arguments, *words(self._flags(arm, rate, others))],
             shared={**self.plan.set, "seed": seed, "data_seed": seed},
             arm=of_arm,
             # Arms that are not MARS's keep transformers' Trainer; so do scripts that train several times.
-            with_mars=arm.rule is not None and self.target.training is None,
-            training=self.target.training,
+            with_mars=arm.rule is not None and self.template.training is None,
             is_searched=self.searches,
             evaluates=self.asked_metric != TRAINING_LOSS,
-            saves=self.target.saves,
         )
         return Run(arm, place, rate, seed, order)
 
@@ -220,14 +200,17 @@ class Comparison:
 
     def compared(self) -> list[FinishedRun]:
         """Return the finished runs with the seeds of the comparison that the baseline has, too."""
-        assert self.metric is not None
-        found = []
-        for arm, seed in itertools.product(self.plan.arms, self.plan.seeds):
-            run = self.final_run(arm, seed) if self.has_begun(arm) else None
-            if run is not None and run.is_finished:
-                found.append(run.finished(self.metric))
+        metric = self.metric
+        assert metric is not None
+        found = [run.finished(metric) for run in self._final_runs()]
         seeds = {run.seed for run in found if run.arm == self.plan.baseline.name}
         return [run for run in found if run.seed in seeds]
+
+    def _final_runs(self) -> list[Run]:
+        """Return the finished runs with the seeds of the comparison."""
+        arms = [arm for arm in self.plan.arms if self.has_begun(arm)]
+        found = [self.final_run(arm, seed) for arm, seed in itertools.product(arms, self.plan.seeds)]
+        return [run for run in found if run is not None and run.is_finished]
 
     def has_begun(self, arm: Arm) -> bool:
         """Return whether an arm has where to start: the others start at the baseline's best."""
@@ -235,27 +218,26 @@ class Comparison:
 
     def remarks(self) -> list[str]:
         """Return what a reader of the results should know of the search, of missing runs and of the script."""
-        lines, runs_there = [], self.compared()
-        for arm in self.plan.arms:
-            best = self.best(arm) if self.has_begun(arm) else None
-            if not self.has_begun(arm) or not self.is_searched(arm):
-                lines.append(f"{arm.name}: the search has not ended.")
-            elif best is None:
-                lines.append(f"{arm.name}: diverged at all rates.")
-            elif self.searches and (why := search.edge(self.results(arm), best)):
-                lines.append(f"{arm.name}: its best rate lies at an edge: {why}.")
-        wanted = len(self.plan.seeds) * len(self.plan.arms)
-        if len(runs_there) < wanted:
-            lines.append(f"{len(runs_there)} of {wanted} runs with the seeds of the comparison are there.")
+        lines = [line for arm in self.plan.arms if (line := self._about_search(arm))]
+        there, wanted = len(self.compared()), len(self.plan.seeds) * len(self.plan.arms)
+        if there < wanted:
+            lines.append(f"{there} of {wanted} runs with the seeds of the comparison are there.")
         seeds = ", ".join(map(str, self._search_seeds))
-        lines.append(
-            f"Rates were chosen with seeds {seeds}, others than those compared." if self.searches else _UNSEARCHED
-        )
-        for arm, seed in itertools.product(self.plan.arms, self.plan.seeds):
-            run = self.final_run(arm, seed) if self.has_begun(arm) else None
-            if run is not None and run.is_finished:
-                lines += (run.result or {})["notes"]
+        chosen = f"Rates were chosen with seeds {seeds}, others than those compared."
+        lines.append(chosen if self.searches else _UNSEARCHED)
+        for run in self._final_runs():
+            lines += (run.result or {})["notes"]
         return list(dict.fromkeys([*self.about, *lines]))
+
+    def _about_search(self, arm: Arm) -> str:
+        """Return what is special about the search of an arm; "" if nothing is."""
+        if not self.has_begun(arm) or not self.is_searched(arm):
+            return f"{arm.name}: the search has not ended."
+        best = self.best(arm)
+        if best is None:
+            return f"{arm.name}: diverged at all rates."
+        why = search.edge(self.results(arm), best) if self.searches else ""
+        return why and f"{arm.name}: its best rate lies at an edge: {why}."
 
 
 _UNSEARCHED = "Rates were not searched (--no_search): a rule may look bad because its rate is."

@@ -16,11 +16,11 @@ class Order:
     """One run.
 
     Args:
-        folder: for result.json; the script's own output folder is `output` in it.
         script: path, or the name of a module.
         is_module: whether it is a module.
         arguments: of the script's command line.
         launcher: what starts a module; (): this Python.
+        folder: for result.json; the script's own output folder is `output` in it.
         shared: values of TrainingArguments that all arms have, the seed among them.
         arm: those that make the arm: optimizer, learning rate, decay, betas.
         with_mars: whether Trainer becomes MarsTrainer, as under `python -m mars_hf run`.
@@ -30,13 +30,13 @@ class Order:
         saves: whether the script keeps its checkpoints, and resumes from them.
     """
 
-    folder: str
     script: str
-    is_module: bool
-    arguments: Sequence[str]
-    launcher: Sequence[str]
-    shared: Mapping[str, Any] = field(hash=False)
-    arm: Mapping[str, Any] = field(hash=False)
+    is_module: bool = False
+    arguments: Sequence[str] = ()
+    launcher: Sequence[str] = ()
+    folder: str = ""
+    shared: Mapping[str, Any] = field(default_factory=dict)
+    arm: Mapping[str, Any] = field(default_factory=dict)
     with_mars: bool = False
     training: int | None = None
     is_searched: bool = True

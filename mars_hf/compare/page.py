@@ -10,7 +10,6 @@ import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -21,6 +20,8 @@ from mars_hf.compare.comparison import Comparison
 from mars_hf.compare.differences import Difference, FinishedRun
 from mars_hf.compare.metric import Metric
 from mars_hf.compare.picture import Searched
+from mars_hf.compare.plan import Arm
+from mars_hf.compare.runs import Run
 from mars_hf.compare.verdict import doubts, median, verdict
 
 
@@ -34,78 +35,84 @@ def write(comparison: Comparison, *, has_speeds: bool) -> str:
     metric, plan = comparison.metric, comparison.plan
     assert metric is not None
     baseline, runs = plan.baseline.name, comparison.compared()
-    searched = {arm.name: comparison.searched(arm) for arm in plan.arms}
-    searched = {name: by_rate for name, by_rate in searched.items() if by_rate}
-    rates = _best_rates(comparison)
+    searched = {arm.name: by_rate for arm in plan.arms if (by_rate := _searched(comparison, arm))}
+    best = _best_runs(comparison)
+    rates = {name: run.rate for name, run in best.items()}
     gaps = differences.differences(runs, baseline, plan.pairs)
     verdicts = [verdict(gap, runs, metric, was_searched=comparison.searches, has_speeds=has_speeds) for gap in gaps]
-    remarks = [*comparison.remarks(), *doubts(runs)]
-    if not has_speeds:
-        remarks.append("Runs shared a device: no speeds.")
+    remarks = [*comparison.remarks(), *doubts(runs), *([] if has_speeds else ["Runs shared a device: no speeds."])]
     machine, title = describe_machine(), _title(comparison)
     texts = [
         f"# {title}",
         plan.about,
-        "\n".join(f"- {line}" for line in verdicts) or "No verdict yet: no arm has its seeds.",
+        _list(verdicts) or "No verdict yet: no arm has its seeds.",
         results_table(runs, gaps, baseline, metric, has_speeds=has_speeds),
         "![Learning rates, and differences at the best ones](comparison.png)",
         search_table(searched, rates),
-        "\n".join(f"- {line}" for line in remarks),
+        _list(remarks),
         f"`{_command(comparison)}`",
         f"{machine['cpu']}, {machine['cores']} cores, accelerator: {machine['accelerator']}; torch {machine['torch']}, "
         f"transformers {machine['transformers']}, mars_hf {machine['mars_hf']}.",
     ]
+    numbers = {
+        "machine": machine,
+        "command": _command(comparison),
+        "set": dict(plan.set),
+        "metric": dataclasses.asdict(metric),
+        "arms": {name: {**run.order.arm, "arguments": list(run.order.arguments)} for name, run in best.items()},
+        "search_seeds": list(plan.search_seeds),
+        "search": {
+            name: [{"rate": rate, "values": list(values)} for rate, values in by_rate.items()]
+            for name, by_rate in searched.items()
+        },
+        "verdicts": verdicts,
+        "remarks": remarks,
+        "differences": [{**gap._asdict(), "is_shown": gap.is_shown} for gap in gaps],
+        "runs": [dataclasses.asdict(run) for run in runs],
+    }
     page = "\n\n".join(filter(None, texts)) + "\n"
     picture.draw(comparison.output / "comparison.png", title, searched, rates, runs, gaps, metric, baseline)
     files.write_text(comparison.output / "comparison.md", page)
-    files.write_json(
-        comparison.output / "comparison.json",
-        {
-            "machine": machine,
-            "command": _command(comparison),
-            "set": dict(plan.set),
-            "metric": dataclasses.asdict(metric),
-            "arms": _arms(comparison),
-            "search": {
-                name: [{"rate": rate, "values": list(values)} for rate, values in by_rate.items()]
-                for name, by_rate in searched.items()
-            },
-            "search_seeds": list(plan.search_seeds) if comparison.searches else [],
-            "verdicts": verdicts,
-            "remarks": remarks,
-            "differences": [{**gap._asdict(), "is_shown": gap.is_shown} for gap in gaps],
-            "runs": [dataclasses.asdict(run) for run in runs],
-        },
-    )
+    files.write_json(comparison.output / "comparison.json", numbers)
     return page
+
+
+def _searched(comparison: Comparison, arm: Arm) -> dict[float, list[float]]:
+    """Return the runs of an arm's search; none where it has not begun."""
+    return comparison.searched(arm) if comparison.has_begun(arm) else {}
+
+
+def _list(lines: Sequence[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
 
 
 def results_table(
     runs: Sequence[FinishedRun], gaps: Sequence[Difference], baseline: str, metric: Metric, *, has_speeds: bool
 ) -> str:
-    """Return the result of each arm as a Markdown table."""
+    """Return the result of each arm as a Markdown table, without columns that nothing fills."""
     if not runs:
         return ""
     of_baseline = {gap.arm: gap for gap in gaps if gap.against == baseline}
     cells = [["arm", "best rate", metric.shown_name, "seeds", f"less {baseline}'s", "shown", "s/step", "GPU memory"]]
-    for name, members in differences.by_arm(runs).items():
-        gap = of_baseline.get(name)
-        seconds = median(run.seconds_per_step for run in members) if has_speeds else math.nan
-        memory = median(run.memory for run in members)
-        cells.append(
-            [
-                name,
-                f"{members[0].rate:g}",
-                _values(members),
-                str(len(members)),
-                "" if gap is None else _with_interval(gap),
-                "" if gap is None else "yes" if gap.is_shown else "no",
-                f"{seconds:.3g}" if math.isfinite(seconds) else "",
-                f"{memory / 2**20:,.0f} MiB" if math.isfinite(memory) else "",
-            ]
-        )
+    cells += [_result(members, of_baseline.get(name), has_speeds) for name, members in differences.by_arm(runs).items()]
     filled = [at for at, column in enumerate(zip(*cells, strict=True)) if any(column[1:])]
     return markdown([[row[at] for at in filled] for row in cells])
+
+
+def _result(members: Sequence[FinishedRun], gap: Difference | None, has_speeds: bool) -> list[str]:
+    """Return an arm's row of the table; the baseline has no gap."""
+    seconds = median(run.seconds_per_step for run in members) if has_speeds else math.nan
+    memory = median(run.memory for run in members)
+    against = ["", ""] if gap is None else [_with_interval(gap), "yes" if gap.is_shown else "no"]
+    return [
+        members[0].arm,
+        f"{members[0].rate:g}",
+        _values(members),
+        str(len(members)),
+        *against,
+        f"{seconds:.3g}" if math.isfinite(seconds) else "",
+        f"{memory / 2**20:,.0f} MiB" if math.isfinite(memory) else "",
+    ]
 
 
 def search_table(searched: Searched, best_rates: Mapping[str, float]) -> str:
@@ -147,37 +154,24 @@ def describe_machine() -> dict[str, str | int]:
     }
 
 
-def _best_rates(comparison: Comparison) -> dict[str, float]:
-    """Return the best rate of each arm whose search has ended."""
-    found = {}
-    for arm in comparison.plan.arms:
-        run = comparison.final_run(arm, comparison.plan.seeds[0]) if comparison.has_begun(arm) else None
-        if run is not None:
-            found[arm.name] = run.rate
-    return found
-
-
-def _arms(comparison: Comparison) -> dict[str, Any]:
-    """Return what each arm sets at its best rate, for whoever trains with it."""
-    found: dict[str, Any] = {}
-    for arm in comparison.plan.arms:
-        run = comparison.final_run(arm, comparison.plan.seeds[0]) if comparison.has_begun(arm) else None
-        own = {"arguments": dict(arm.arguments)} if arm.arguments else {}
-        found[arm.name] = dict(arm.set) | own if run is None else dict(run.order.arm) | own
-    return found
+def _best_runs(comparison: Comparison) -> dict[str, Run]:
+    """Return a run at the best rate of each arm whose search has ended."""
+    seed, arms = comparison.plan.seeds[0], comparison.plan.arms
+    found = {arm.name: comparison.final_run(arm, seed) for arm in arms if comparison.has_begun(arm)}
+    return {name: run for name, run in found.items() if run is not None}
 
 
 def _title(comparison: Comparison) -> str:
-    script = Path(comparison.target.script).name
+    script = Path(comparison.template.script).name
     others = ", ".join(arm.name for arm in comparison.plan.arms[1:])
     seeds = len(comparison.plan.seeds)
     return f"{others} against {comparison.plan.baseline.name} on {script}{comparison.steps_text}, {seeds} new seeds"
 
 
 def _command(comparison: Comparison) -> str:
-    target = comparison.target
-    module = ["-m"] if target.is_module else []
-    return shlex.join([*module, target.script, *target.arguments])
+    order = comparison.template
+    module = ["-m"] if order.is_module else []
+    return shlex.join([*module, order.script, *order.arguments])
 
 
 def _values(members: Sequence[FinishedRun]) -> str:

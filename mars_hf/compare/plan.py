@@ -110,11 +110,7 @@ class Plan:
             if name not in names:
                 raise ValueError(f"pairs: unknown arm {name!r}; accepted: {', '.join(names)}")
         for arm in self.arms:
-            optim = arm.set.get("optim")
-            if optim is not None and optim not in _optimizers():
-                raise ValueError(f"arm {arm.name}: optim {optim!r}; accepted are {', '.join(_optimizers())}")
-            if len(self.rates) > 1 and len(arm.first) != len(self.rates):
-                raise ValueError(f"arm {arm.name}: give `first`, a rate for each of {', '.join(self.rates)}")
+            self._check_arm(arm)
         if both := set(self.search_seeds) & set(self.seeds):
             raise ValueError(f"seed {min(both)} is one of the search and of the comparison; those must differ")
         if not self.seeds:
@@ -122,6 +118,13 @@ class Plan:
         for name in ("seed", "data_seed", "output_dir"):
             if name in self.set:
                 raise ValueError(f"--set {name}: the comparison sets it itself; see --seeds and --output_dir")
+
+    def _check_arm(self, arm: Arm) -> None:
+        optim = arm.set.get("optim")
+        if optim is not None and optim not in _optimizers():
+            raise ValueError(f"arm {arm.name}: optim {optim!r}; accepted are {', '.join(_optimizers())}")
+        if len(self.rates) > 1 and len(arm.first) != len(self.rates):
+            raise ValueError(f"arm {arm.name}: give `first`, a rate for each of {', '.join(self.rates)}")
 
 
 def words(settings: Mapping[str, Any]) -> list[str]:

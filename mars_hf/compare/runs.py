@@ -83,8 +83,8 @@ class Run:
             content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             if content["state"] not in _ENDED:
                 return content
-            self._refuse_others(content)
             _read[path] = content
+        self._refuse_others(_read[path])
         return _read[path]
 
     def _refuse_others(self, content: Mapping[str, Any]) -> None:
@@ -188,9 +188,7 @@ def shell_line(run: Run) -> str:
 def spawn(command: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
     """Start a process that prints into a log; a launcher's children get its signals, for they share its session."""
     with log.open("ab") as file:
-        return subprocess.Popen(
-            command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True
-        )
+        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
 
 
 def stop(processes: list[subprocess.Popen[bytes]]) -> None:

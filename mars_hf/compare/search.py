@@ -52,7 +52,7 @@ def edge(results: Results, middle: Place) -> str:
     if max(map(abs, middle)) >= FARTHEST:
         return f"at the end of the search, {FARTHEST} factors of two from its start"
     if any(_diverged(results.get(place, {})) for place in _neighbours(middle, len(middle))):
-        return "the next rate diverged"
+        return "a neighbouring rate diverged"
     return ""
 
 

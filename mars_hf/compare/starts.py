@@ -64,11 +64,11 @@ def _suggested(arm: Arm, plan: Plan, factor: float, script: Script, best: float)
     """Return what `suggest` makes of the baseline's best rate, and of the betas and decay that the script has."""
     assert arm.rule is not None
     found = suggest(arm.rule, best, script.betas, script.weight_decay, width=script.width)
-    if plan.baseline.rule is not None:  # its best rate is not AdamW's
+    if arm.first:
+        factor *= arm.first[0] / found["lr"]
+    elif plan.baseline.rule is not None:  # its best rate is not AdamW's
         of_baseline = suggest(plan.baseline.rule, best, script.betas, script.weight_decay, width=script.width)
         factor *= best / of_baseline["lr"]
-    if arm.first:
-        factor *= arm.first[0] / (found["lr"] * factor)
     beta1, beta2 = (float(f"{beta:.6g}") for beta in found["betas"])
     settings = {"beta1": beta1, "beta2": beta2, "beta1_1d": script.betas[0], "beta2_1d": script.betas[1]}
     settings |= {"lr_1d": rounded(found["lr_1d"] * factor), **arm.optim_args}

@@ -80,7 +80,7 @@ class Work:
             ValueError: a run failed; those in flight have ended.
         """
         errors: list[ValueError] = []
-        done = sum(self._is_finished_everywhere())
+        done = self.comparison.count_finished()
         with ending_by_signals(), tqdm(unit="run", initial=done, dynamic_ncols=True) as progress:
             self._say_total(progress)
             try:
@@ -143,13 +143,6 @@ class Work:
         self.report()
 
     # --- how long -----------------------------------------------------------------------------------------------------
-
-    def _is_finished_everywhere(self) -> Iterator[bool]:
-        """Yield True for each run that is there already."""
-        if self.comparison.metric is not None:
-            for arm in self.comparison.plan.arms:
-                for by_seed in self.comparison.results(arm).values():
-                    yield from (True for _ in by_seed)
 
     def _say_total(self, progress: Any) -> None:
         progress.total = max(count_runs(self.comparison)[0], progress.n)

@@ -86,11 +86,41 @@ def _run(words: list[str], environment: dict[str, str], log: str, folder: str) -
     child.main(words)
 
 
+def _run_alone(module: list[str], path: str, words: list[str], log: str) -> None:
+    """Run a script as it stands, or under `mars_hf run`."""
+    import runpy
+
+    import transformers
+
+    from mars_hf.__main__ import main
+
+    with open(log, "ab", buffering=0) as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    transformers.set_seed(1)  # as a comparison does for scripts that seed nothing
+    if module:
+        main(["run", path, *words])
+    else:
+        sys.argv = [path, *words]
+        runpy.run_path(path, run_name="__main__")
+
+
+def run_alone(module: list[str], path: Path, words: list[str], log: Path) -> None:
+    """Run a script without any comparison, in a fork of the server."""
+    context = multiprocessing.get_context("forkserver")
+    process = context.Process(target=_run_alone, args=(module, str(path), words, str(log)))
+    process.start()
+    process.join()
+    assert process.exitcode == 0, log.read_text()
+
+
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let runs be forks of a server that has imported all."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["mars_hf.compare.child"])
+    context.set_forkserver_preload(["compare.preload"])
+    tests = Path(__file__).resolve().parents[1]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tests), str(tests.parent), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setattr(runs, "spawn", _Forked)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 
