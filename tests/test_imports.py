@@ -59,7 +59,9 @@ def test_private_names_of_others_are_listed():
     for path, tree in trees.items():
         names = private_accesses(tree) - (set() if path.name == "_compat.py" else ours)
         used |= names
-        foreign = {name for name in names if not name.startswith("_foreach_")} - listed - {"_fields", "_replace", "_asdict"}
+        foreign = (
+            {name for name in names if not name.startswith("_foreach_")} - listed - {"_fields", "_replace", "_asdict"}
+        )
         assert foreign <= ALLOWED.get(path.name, set()), f"{path.name} uses {sorted(foreign)}; list it in _compat.py"
     assert listed - {"_clip_grad_norm", "_get_grad_norm"} <= used
 

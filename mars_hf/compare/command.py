@@ -103,11 +103,13 @@ def _compare(options: argparse.Namespace, arguments: list[str]) -> int:
 
 def _announcement(comparison: Comparison) -> str:
     """Return the first line: what will run."""
+    from mars_hf.compare.verdict import count
+
     first, *others = (arm.name for arm in comparison.plan.arms)
     there = "it goes on there" if comparison.metric is not None else "the first run tells metric and time"
     return (
         f"{comparison.template.script}: {', '.join(others)} against {first}, "
-        f"{len(comparison.plan.seeds)} seeds; runs go to {comparison.output}, {there}"
+        f"{count(len(comparison.plan.seeds), 'new seed')}; runs go to {comparison.output}, {there}"
     )
 
 

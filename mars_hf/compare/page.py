@@ -22,7 +22,7 @@ from mars_hf.compare.metric import Metric
 from mars_hf.compare.picture import Searched
 from mars_hf.compare.plan import Arm
 from mars_hf.compare.runs import Run
-from mars_hf.compare.verdict import doubts, median, verdict
+from mars_hf.compare.verdict import count, doubts, median, verdict
 
 
 def write(comparison: Comparison, *, has_speeds: bool) -> str:
@@ -106,7 +106,7 @@ def _result(members: Sequence[FinishedRun], gap: Difference | None, has_speeds: 
     against = ["", ""] if gap is None else [_with_interval(gap), "yes" if gap.is_shown else "no"]
     return [
         members[0].arm,
-        f"{members[0].rate:g}",
+        f"{members[0].rate:.3g}",
         _values(members),
         str(len(members)),
         *against,
@@ -121,7 +121,7 @@ def search_table(searched: Searched, best_rates: Mapping[str, float]) -> str:
     for arm, by_rate in searched.items():
         texts = []
         for rate, values in by_rate.items():
-            text = f"{rate:g}: {statistics.fmean(values):.4f} ({len(values)})" if values else f"{rate:g}: diverged"
+            text = f"{rate:.3g}: {statistics.fmean(values):.4f} ({len(values)})" if values else f"{rate:.3g}: diverged"
             texts.append(f"**{text}**" if rate == best_rates.get(arm) else text)
         cells.append((arm, ", ".join(texts)))
     return markdown(cells, left=2) if searched else ""
@@ -164,8 +164,8 @@ def _best_runs(comparison: Comparison) -> dict[str, Run]:
 def _title(comparison: Comparison) -> str:
     script = Path(comparison.template.script).name
     others = ", ".join(arm.name for arm in comparison.plan.arms[1:])
-    seeds = len(comparison.plan.seeds)
-    return f"{others} against {comparison.plan.baseline.name} on {script}{comparison.steps_text}, {seeds} new seeds"
+    seeds = count(len(comparison.plan.seeds), "new seed")
+    return f"{others} against {comparison.plan.baseline.name} on {script}{comparison.steps_text}, {seeds}"
 
 
 def _command(comparison: Comparison) -> str:

@@ -26,7 +26,7 @@ from mars_hf.compare.search import Place
 
 _ENDED = ("complete", "diverged")
 _GRACE = 10.0  # seconds between SIGTERM and SIGKILL
-_read: dict[Path, dict[str, Any]] = {}  # results of runs that ended, which are long
+_read: dict[tuple[Path, int], dict[str, Any]] = {}  # results of runs that ended, which are long, by time of writing
 
 
 @dataclass(frozen=True)
@@ -77,15 +77,16 @@ class Run:
             ValueError: the folder holds a finished run with other settings.
         """
         path = self.folder / "result.json"
-        if path not in _read:
-            if not path.is_file():
-                return None
+        if not path.is_file():
+            return None
+        key = path, path.stat().st_mtime_ns
+        if key not in _read:
             content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
             if content["state"] not in _ENDED:
                 return content
-            _read[path] = content
-        self._refuse_others(_read[path])
-        return _read[path]
+            _read[key] = content
+        self._refuse_others(_read[key])
+        return _read[key]
 
     def _refuse_others(self, content: Mapping[str, Any]) -> None:
         now, then = self.order.what_trains(), content["order"]

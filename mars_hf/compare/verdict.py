@@ -31,7 +31,9 @@ def verdict(
     side = "above" if gap.mean > 0 else "below"
     size = f"{abs(gap.mean):.3g}" + (f" ± {gap.half:.2g}" if math.isfinite(gap.half) else "")
     what = f"ends {size} {side} {gap.against}"
-    how = f"{metric.shown_name}, {gap.seeds} seed{'s' if gap.seeds > 1 else ''}, paired, 95 %, Holm"
+    how = f"{metric.shown_name}, {count(gap.seeds, 'seed')}"
+    if math.isfinite(gap.half):
+        how += ", paired, 95 %, Holm"
     if reason:
         return f"**{gap.arm}: no verdict**, {reason}. It {what} ({how})."
     if not gap.is_shown:
@@ -86,6 +88,11 @@ def doubts(runs: Sequence[FinishedRun]) -> list[str]:
             )
     found += [f"No interval means anything: {line}." for line in differences.ended_alike(runs)]
     return found
+
+
+def count(number: int, what: str) -> str:
+    """Return a number of things in words."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
 def median(values: Iterable[float]) -> float:

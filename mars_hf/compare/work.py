@@ -21,6 +21,7 @@ from mars_hf.compare.runs import Run
 from mars_hf.compare.search import FINALISTS
 
 _POLL = 0.1  # seconds
+_REPORT_EVERY = 20.0  # a picture takes longer than a short run
 
 
 @dataclass
@@ -64,7 +65,7 @@ class Work:
     Args:
         comparison: what to run.
         slots: how many at a time.
-        report: write the page; called after every run.
+        report: write the page; called after runs, and not more often than is of use.
     """
 
     def __init__(self, comparison: Comparison, slots: Slots, report: Callable[[], Any]) -> None:
@@ -72,9 +73,10 @@ class Work:
         self.comparison, self.slots, self.report = comparison, slots, report
         self._in_flight: dict[int, tuple[Run, subprocess.Popen[bytes]]] = {}  # by slot
         self._started = 0
+        self._reported = -math.inf
 
     def until_done(self) -> None:
-        """Run what is missing, and write the page after every run.
+        """Run what is missing, and write the page meanwhile.
 
         Raises:
             ValueError: a run failed; those in flight have ended.
@@ -140,7 +142,9 @@ class Work:
         if is_first:
             progress.write("\n".join([*self.comparison.about, self._estimate(run)]))
         self._say_total(progress)
-        self.report()
+        if time.monotonic() - self._reported > _REPORT_EVERY:
+            self.report()
+            self._reported = time.monotonic()
 
     # --- how long -----------------------------------------------------------------------------------------------------
 
@@ -154,8 +158,9 @@ class Work:
         least, most = count_runs(self.comparison)
         shortest, longest = (_time(seconds * count / self.slots.jobs) for count in (least, most))
         count = str(least) if least == most else f"{least} to {most}"
+        hours = shortest if least == most else f"{shortest} to {longest}"
         return (
-            f"{count} runs of {seconds:.0f} s like the first: about {shortest} to {longest}. Ctrl-C stops, the same "
+            f"{count} runs of {seconds:.0f} s like the first: about {hours}. Ctrl-C stops, the same "
             "command goes on; --max_runs, fewer arms or --search_seeds 42 shorten it"
         )
 
@@ -197,7 +202,7 @@ def _line(comparison: Comparison, run: Run) -> str:
 
 
 def _rate(run: Run) -> str:
-    return f"rate {run.rate:g}" if math.isfinite(run.rate) else "the script's own rate"
+    return f"rate {run.rate:.3g}" if math.isfinite(run.rate) else "the script's own rate"
 
 
 def _time(seconds: float) -> str:

@@ -86,7 +86,7 @@ def _run(words: list[str], environment: dict[str, str], log: str, folder: str) -
     child.main(words)
 
 
-def _run_alone(module: list[str], path: str, words: list[str], log: str) -> None:
+def _run_alone(module: list[str], path: str, words: list[str], log: str, environment: dict[str, str]) -> None:
     """Run a script as it stands, or under `mars_hf run`."""
     import runpy
 
@@ -94,6 +94,7 @@ def _run_alone(module: list[str], path: str, words: list[str], log: str) -> None
 
     from mars_hf.__main__ import main
 
+    os.environ.update(environment)
     with open(log, "ab", buffering=0) as file:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
@@ -108,7 +109,7 @@ def _run_alone(module: list[str], path: str, words: list[str], log: str) -> None
 def run_alone(module: list[str], path: Path, words: list[str], log: Path) -> None:
     """Run a script without any comparison, in a fork of the server."""
     context = multiprocessing.get_context("forkserver")
-    process = context.Process(target=_run_alone, args=(module, str(path), words, str(log)))
+    process = context.Process(target=_run_alone, args=(module, str(path), words, str(log), dict(os.environ)))
     process.start()
     process.join()
     assert process.exitcode == 0, log.read_text()
@@ -157,6 +158,13 @@ def compare(capsys: pytest.CaptureFixture[str], path: Path, *words: str, folder:
     code = command.main([str(path), "--output_dir", str(output), *words])
     captured = capsys.readouterr()
     return Answer(code, captured.out, captured.err, output)
+
+
+def command_of_module(capsys: pytest.CaptureFixture[str], module: str, folder: Path, *words: str) -> Answer:
+    """Run the command on a module."""
+    code = command.main(["-m", module, "--output_dir", str(folder / "compare"), *words])
+    captured = capsys.readouterr()
+    return Answer(code, captured.out, captured.err, folder / "compare")
 
 
 def wait_for(condition: Any, seconds: float = 60) -> None:

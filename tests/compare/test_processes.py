@@ -70,7 +70,8 @@ yaml = os.path.join(os.path.dirname(os.path.abspath(__file__)), "args.yaml")
 with open(yaml, "w") as file:
     file.write("output_dir: out\\noptim: sgd\\noptim_args: a=1\\nuse_cpu: true\\nseed: 5\\nsave_strategy: steps\\n")
 kinds = [TrainingArguments, Mine, Seq2SeqTrainingArguments, SFTConfig, SentenceTransformerTrainingArguments]
-made = [kind(output_dir="out", optim="rmsprop", optim_args="alpha=0.9", use_cpu=True, seed=3, bf16=False) for kind in kinds]
+usual = dict(output_dir="out", optim="rmsprop", optim_args="alpha=0.9", use_cpu=True, seed=3, bf16=False)
+made = [kind(**usual) for kind in kinds]
 made += [dataclasses.replace(made[0], max_steps=3), Mine("out", use_cpu=True)]
 made += HfArgumentParser(TrainingArguments).parse_yaml_file(yaml)
 names = ("optim", "optim_args", "seed", "data_seed", "learning_rate", "save_strategy", "max_steps")
@@ -153,8 +154,8 @@ def test_signals_end_the_runs_and_nothing_is_lost(tmp_path, monkeypatch):
     out, _ = third.communicate(timeout=240)
     text = out.decode()
     assert third.returncode == 0 and "still trains: waiting for it" in text, text
-    assert len({pid for pid, _ in steps_of(steps)}) <= 3
-    (result,) = [json.loads(each.read_text()) for each in tmp_path.glob("compare/runs/*/*-seed-1/result.json")][:1]
+    (path,) = tmp_path.glob("compare/runs/adamw_torch/*/result.json")
+    result = json.loads(path.read_text())
     assert result["state"] == "complete" and result["trainings"][0]["steps"] == 40
     assert [row["step"] for row in result["trainings"][0]["evaluations"]] == [8, 16, 24, 32, 40]
 

@@ -18,7 +18,7 @@ def test_whole_comparison(tmp_path, capsys):
     assert answer.code == 0, answer.error
     lines = answer.out.splitlines()
     assert lines[0].endswith("the first run tells metric and time")
-    assert "mars_adamw against adamw_torch, 2 seeds" in lines[0]
+    assert "mars_adamw against adamw_torch, 2 new seeds" in lines[0]
     assert any(line.startswith("22 to ") and "Ctrl-C stops" in line for line in lines)
     numbers, results = answer.numbers, list(answer.results())
     assert all(one["state"] == "complete" for one in results)
