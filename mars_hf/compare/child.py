@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib.util
 import inspect
+import math
 import os
 import runpy
 import sys
@@ -140,16 +141,22 @@ class Child:
             return
         self._evaluate_at_end()
         message = self._missing_training()
-        self._end("failed" if message else "complete", message)
+        self._end("failed" if message else self._state_of_training(), message)
 
     def _fail(self, message: str) -> None:
-        """End a run that failed: after training and an evaluation it counts, for others it is an error."""
-        trained = not self._missing_training() and self.result["trainings"][-1]["evaluations"]
-        if trained and not self._refusal:
+        """End a run that failed; it counts if training had ended, and an evaluation of what can be evaluated."""
+        is_over = not self._missing_training() and not self._refusal
+        evaluates = self.order.evaluates and getattr(self.trainer, "eval_dataset", None) is not None
+        if is_over and (self.result["trainings"][-1]["evaluations"] or not evaluates):
             self.note(f"the script failed after training: {_one_line(message)}")
-            self._end("complete", "")
+            self._end(self._state_of_training(), "")
         else:
             self._end("failed", message)
+
+    def _state_of_training(self) -> str:
+        """Return how the training that is compared ended: some metrics are finite without a finite weight."""
+        losses = self.result["trainings"][(self.order.training or 1) - 1]["losses"]
+        return "complete" if all(map(math.isfinite, losses[-1:])) else "diverged"
 
     def _end(self, state: str, message: str) -> None:
         seconds = time.time() - psutil.Process().create_time()  # imports are part of what a run costs

@@ -29,8 +29,7 @@ def verdict(
     if not math.isfinite(gap.mean):
         return f"**{gap.arm}: no verdict**, {reason}."
     side = "above" if gap.mean > 0 else "below"
-    size = f"{abs(gap.mean):.3g}" + (f" ± {gap.half:.2g}" if math.isfinite(gap.half) else "")
-    what = f"ends {size} {side} {gap.against}"
+    what = f"ends {_size(gap)} {side} {gap.against}"
     how = f"{metric.shown_name}, {count(gap.seeds, 'seed')}"
     if math.isfinite(gap.half):
         how += ", paired, 95 %, Holm"
@@ -42,6 +41,14 @@ def verdict(
     helps = gap.mean * metric.sign < 0
     reached = _reached(ours, theirs, metric, has_speeds) if helps else ""
     return f"**{gap.arm} {'helps' if helps else 'HURTS'}**: it {what} ({how}): shown{reached}."
+
+
+def _size(gap: Difference) -> str:
+    """Return a difference without its sign, with the digits that its interval gives a meaning."""
+    if not math.isfinite(gap.half) or gap.half <= 0:
+        return f"{abs(gap.mean):.3g}"
+    decimals = max(0, 1 - math.floor(math.log10(gap.half)))
+    return f"{abs(gap.mean):.{decimals}f} ± {gap.half:.{decimals}f}"
 
 
 def _why_none(gap: Difference, ours: Sequence[FinishedRun], theirs: Sequence[FinishedRun], was_searched: bool) -> str:

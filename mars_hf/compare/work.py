@@ -87,9 +87,8 @@ class Work:
             self._say_total(progress)
             try:
                 while True:
-                    if not errors:
-                        self._start_runs(progress)
-                    if not self._in_flight:
+                    waited = not errors and self._start_runs(progress)
+                    if not self._in_flight and not waited:
                         break
                     time.sleep(_POLL)
                     for run, code in self._ended():
@@ -103,25 +102,25 @@ class Work:
         if errors:
             raise errors[0]
 
-    def _start_runs(self, progress: Any) -> None:
-        """Start runs in free slots; wait for those that a killed comparison has left training."""
-        for slot in range(self.slots.jobs):
-            is_spent = self.slots.max_runs is not None and self._started >= self.slots.max_runs
-            if slot in self._in_flight or is_spent:
-                continue
+    def _start_runs(self, progress: Any) -> bool:
+        """Start runs in free slots; return whether one was waited for, which a killed comparison had left training."""
+        for slot in set(range(self.slots.jobs)) - self._in_flight.keys():
             busy = {run.folder for run, _ in self._in_flight.values()}
             run = next((run for run in self.comparison.missing() if run.folder not in busy), None)
             if run is None:
-                return
+                return False
             if run.is_orphaned():
                 progress.write(f"{run.folder} still trains: waiting for it")
                 while run.is_orphaned():
                     time.sleep(_POLL)
                 self.comparison.refresh()
-                return
+                return True
+            if self.slots.max_runs is not None and self._started >= self.slots.max_runs:
+                return False
             self._started += 1
             progress.set_description(f"{run.arm.name}, {_rate(run)}, seed {run.seed}")
             self._in_flight[slot] = run, run.start(self.slots.environment(slot))
+        return False
 
     def _ended(self) -> Iterator[tuple[Run, int]]:
         for slot, (run, process) in list(self._in_flight.items()):

@@ -95,13 +95,15 @@ def test_better_and_worse_in_words():
     ours = runs("muon", [2.0, 2.11, 2.19], seconds_per_step=2.0, curve=((10, 3.0), (20, 2.2), (30, 2.0)))
     text = words([*base, *ours])
     assert (
-        text.startswith("**muon helps**: it ends 0.5 ± ")
+        text.startswith("**muon helps**: it ends 0.500 ± ")
         and "below adamw (eval_loss, 3 seeds, paired, 95 %, Holm)" in text
     )
     # 2.6, the baseline's mean, lies half between 3.0 at step 10 and 2.2 at 20.
     assert text.endswith("shown; it reaches adamw's end in 50% of the steps, 100% of the seconds.")
     assert text.replace("50% of the steps, 100%", "") != words([*base, *ours], has_speeds=False)
-    assert words([*ours, *base]).startswith("**adamw HURTS**: it ends 0.5 ±") and "above muon" in words([*ours, *base])
+    assert words([*ours, *base]).startswith("**adamw HURTS**: it ends 0.500 ±") and "above muon" in words(
+        [*ours, *base]
+    )
     accuracy = Metric("eval_accuracy", greater_is_better=True)
     assert words([*ours, *base], accuracy).startswith("**adamw helps**")
 
@@ -141,3 +143,22 @@ def test_curves_reach_a_value():
         FinishedRun("a", 0.1, 2, 1.0, curve=((20, 3.0),)),
     ]
     assert differences.mean_curve(ours) == [(20, 2.0)]
+
+
+def test_sizes_have_the_digits_of_their_intervals():
+    base = runs("a", [1.0, 2.0, 3.0])
+    assert "it ends 0.02 ± 0." in words([*base, *runs("b", [1.1, 1.95, 2.88])])
+    assert "it ends 0.10017 ± 0.00086 below" in words([*base, *runs("b", [0.9, 1.8995, 2.9])])
+
+
+def test_page_of_the_documentation_has_the_numbers_of_its_runs():
+    """The example of docs/compare.md: its verdicts follow from the runs, and its rates are theirs."""
+    root = Path(__file__).resolve().parents[2]
+    result = json.loads((root / "benchmarks" / "results" / "compare_minimal.json").read_text())
+    members = [FinishedRun(**{**run, "curve": tuple(map(tuple, run["curve"]))}) for run in result["runs"]]
+    gaps = differences.differences(members, "adamw_torch")
+    texts = [verdict(gap, members, LOSS, was_searched=True, has_speeds=False) for gap in gaps]
+    page = " ".join((root / "docs" / "compare.md").read_text().replace(">", "").split())
+    assert texts == result["verdicts"] and all(text in page for text in texts)
+    rates = [f"{run['rate']:.2g}" for run in result["runs"] if run["seed"] == 1]
+    assert "the best rates are {}, {} and {}".format(*rates) in page

@@ -66,8 +66,8 @@ def test_loud_arm_is_no_discovery():
 
 @pytest.mark.slow
 def test_one_search_seed_chooses_by_luck():
-    """What the defaults are for: one seed, and arms that seem different twice as often as they should."""
-    assert share_shown(5, search_seeds=(42,), curve=0.005) > 0.06 > share_shown(5, curve=0.005)
+    """What the defaults are for: with one seed, equal arms seem different more often."""
+    assert share_shown(5, search_seeds=(42,), curve=0.01) > 1.5 * share_shown(5, curve=0.01)
 
 
 def test_planted_difference_is_shown():

@@ -1,9 +1,12 @@
 """Scripts as people have them: what a comparison finds in each, or why it refuses."""
 
 import json
+from pathlib import Path
 
 import pytest
 from compare.scripts import PLAIN, compare, forked, script  # noqa: F401
+
+from mars_hf.compare import page
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
 
@@ -224,6 +227,22 @@ def test_metric_of_a_script(tmp_path, capsys, rest, words, metric, line):
     assert steps == ([] if metric == "loss" else [6] if "eval_strategy=no" in words else [2, 4, 6])
 
 
+def test_accuracy_of_a_model_that_is_nan(tmp_path, capsys):
+    """Its metric is finite; its run has diverged, by the last loss, also where too few bad steps end it."""
+    text = f"""
+    net = Net()
+    trainer = Trainer(net, arguments(max_steps=2), {DATA}, compute_metrics=lambda _: {{"accuracy": 0.9}})
+    if trainer.args.optim == "sgd":
+        net.inner[0].weight.data.mul_(float("nan"))
+    trainer.train()
+    """
+    words = ["--optim", "adamw_torch", "sgd", "--no_search", "--seeds", "1", "--metric", "accuracy"]
+    answer = compare(capsys, script(tmp_path, text), *words, "--greater_is_better")
+    assert answer.code == 0, answer.error
+    assert [one["state"] for one in answer.results()] == ["complete", "diverged"]
+    assert "**sgd: no verdict**, runs diverged: 1 of sgd" in answer.page
+
+
 def test_best_model_at_end(tmp_path, capsys):
     """The best evaluation of each run counts, by the script's own metric; one checkpoint at a time, and none stays."""
     text = f"""
@@ -314,3 +333,41 @@ def test_interrupted_comparison_goes_on(tmp_path, capsys):
         [(run["arm"], run["rate"], run["seed"], run["value"]) for run in one.numbers["runs"]] for one in (whole, ended)
     ]
     assert values[0] == values[1]
+
+
+def test_full_disk_ends_in_one_line(tmp_path, capsys, monkeypatch):
+    """For a run, whose result.json stays whole, and for the page; then the comparison goes on."""
+    full = """
+    if os.environ.get("FULL"):
+        import resource
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1500, 1500))
+    """
+    path = script(tmp_path, full + "    " + PLAIN)
+    monkeypatch.setenv("FULL", "1")
+    answer = compare(capsys, path, *QUICK)
+    assert answer.code == 2 and "adamw_torch, seed 1: " in answer.error.splitlines()[-1]
+    assert next(answer.results())["state"] == "running"
+    monkeypatch.delenv("FULL")
+
+    def write_nothing(path: Path, text: str) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(page.files, "write_text", write_nothing)
+        answer = compare(capsys, path, *QUICK)
+    assert answer.code == 2 and "No space left on device" in answer.error.splitlines()[-1]
+    assert compare(capsys, path, *QUICK).code == 0
+
+
+def test_arm_against_itself_and_one_that_hurts(tmp_path, capsys):
+    """No difference is shown between names of one optimizer; one that hardly moves at any rate is shown to be worse."""
+    text = f"""
+    args = arguments(max_steps=8)
+    if args.optim == "sgd":
+        args.warmup_steps, args.max_steps = 1000, 2
+    Trainer(Net(), args, {DATA}).train()
+    """
+    arms = ["--optim", "adamw_torch", "adamw_torch_fused", "sgd", "--search_seeds", "42", "--max_runs", "60"]
+    answer = compare(capsys, script(tmp_path, text), *arms)
+    same, worse = answer.numbers["verdicts"]
+    assert same.startswith("**adamw_torch_fused: no difference shown**") and worse.startswith("**sgd HURTS**")

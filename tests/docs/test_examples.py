@@ -37,9 +37,9 @@ from transformers import Trainer, TrainingArguments
 from trl import SFTTrainer
 
 import mars_hf
-from mars_hf.compare import command as compare
 from mars_hf import universal
 from mars_hf.__main__ import main
+from mars_hf.compare import command as compare
 
 COMMANDS = yaml.safe_load(Path(__file__).with_name("commands.yaml").read_text(encoding="utf-8"))
 PARSED = [command for of_a_reason in COMMANDS["parsed"].values() for command in of_a_reason]
