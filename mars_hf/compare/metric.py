@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 TRAINING_LOSS = "loss"
+_SHOWN = 5  # other metrics that the line names: TRL's trainers have a dozen
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ def _of_script(training: Mapping[str, Any], seen: Sequence[str], best: bool, how
         return Metric(name, greater, best), f"{name}, the script's metric_for_best_model, {how}"
     losses = sorted((key for key in seen if key.endswith("_loss")), key=lambda key: key != "eval_loss")
     if losses:
-        others = ", ".join(key for key in seen if key != losses[0])
+        others = ", ".join([key for key in seen if key != losses[0]][:_SHOWN])
         return Metric(losses[0], False, best), f"{losses[0]}, {how}" + (f" (--metric: {others})" if others else "")
     why, remedy = "the script evaluates nothing", "an eval_dataset, or --set eval_strategy=steps eval_steps=0.2"
     if seen:

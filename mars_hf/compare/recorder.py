@@ -55,6 +55,8 @@ class Recorder(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         """Begin a row, if the optimizer is the one asked for."""
         inner, model = unwrap_optimizer(optimizer), kwargs["model"]
+        if self.row is not None and not self.row["ended"]:  # begun anew with a smaller batch (auto_find_batch_size)
+            self.rows.remove(self.row)
         if self.order.training in (None, len(self.rows) + 1):
             self._check_optimizer(inner, args)
             self._check_rate(inner, args)

@@ -100,6 +100,8 @@ class Work:
                 runs.stop([process for _, process in self._in_flight.values()])
                 raise
         if errors:
+            if self.comparison.metric is not None:
+                self.report()
             raise errors[0]
 
     def _start_runs(self, progress: Any) -> bool:
