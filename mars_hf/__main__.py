@@ -1,6 +1,6 @@
 """`python -m mars_hf run SCRIPT ARGS...`: any Hugging Face script, unmodified, with MarsTrainer as its Trainer.
 
-The other commands are `check`, `configs`, `to_universal` and `suggest`; see `--help`.
+The other commands are `compare`, `check`, `configs`, `to_universal` and `suggest`; see `--help`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _EPILOG = """examples:
   python -m mars_hf run -m trl.scripts.sft --optim mars_adamw --optim_args is_approx=false ...
   accelerate launch -m mars_hf run SCRIPT --optim mars_lion ...
   python -m mars_hf to_universal out/checkpoint-10/global_step10 out/checkpoint-10/global_step10_universal
-  python -m mars_hf suggest --adamw-lr 3e-4 --width 768"""
+  python -m mars_hf suggest --adamw-lr 3e-4 --width 768
+  python -m mars_hf compare train.py --optim adamw_torch mars_adamw muon -- --the_scripts own --arguments"""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -49,10 +50,15 @@ def main(argv: list[str] | None = None) -> None:
     commands.add_parser("check", help="compare kernels with plain PyTorch, and two processes with one, on this machine")
     commands.add_parser("configs", help="print the folder of the launch configs for accelerate")
     suggest.add_arguments(commands.add_parser("suggest", help="suggest settings for MARS from those of AdamW"))
+    commands.add_parser("compare", help="does an optimizer help on a script of yours? one command answers")
     argv = sys.argv[1:] if argv is None else argv
     if not argv:
         parser.print_help()
         return
+    if argv[0] == "compare":  # it has a --help of its own
+        from mars_hf.compare import command
+
+        sys.exit(command.main(argv[1:]))
     options = parser.parse_args(argv)
     if options.command == "run":
         _run(parser, options.script, options.arguments, is_module=options.module)

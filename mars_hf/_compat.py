@@ -66,6 +66,9 @@ CHECKPOINT_CLASSES = (
 # All names of other packages that change at run time, most by `replace_once`, and what is lost without that.
 REPLACED_NAMES = {
     "transformers:Trainer": "Scripts under `python -m mars_hf run` train with Trainer in place of MarsTrainer.",
+    "transformers:Trainer.train": "A run of `python -m mars_hf compare` does not tell a script that trains twice.",
+    "transformers:Trainer.training_step": "The same: it has no training losses, and its first batch is not compared.",
+    "transformers:Trainer.push_to_hub": "The same: a script that pushes at its end fails there.",
     "transformers:Trainer.__init__": "Nothing stops a Trainer in which another optimizer would step.",
     "transformers:Trainer.create_optimizer": "An override of `get_decay_parameter_names` is not followed.",
     "transformers:Trainer._load_from_checkpoint": "Mixtral, GPT-NeoX and others resume with weights as initialized.",

@@ -39,6 +39,7 @@ from trl import SFTTrainer
 import mars_hf
 from mars_hf import universal
 from mars_hf.__main__ import main
+from mars_hf.compare import command as compare
 
 COMMANDS = yaml.safe_load(Path(__file__).with_name("commands.yaml").read_text(encoding="utf-8"))
 PARSED = [command for of_a_reason in COMMANDS["parsed"].values() for command in of_a_reason]
@@ -293,6 +294,9 @@ def llama_factory_parses(command: str) -> None:
 def test_command_parses(command, place):
     if command.startswith("pip install -c"):
         is_pip(command)
+    elif command.startswith("python -m mars_hf compare"):
+        words = shlex.split(command)[4:]
+        assert compare.parser().parse_args(words[: words.index("--")]).script == "train.py"
     elif "llamafactory" in command:
         llama_factory_parses(command)
     elif " train.py" in command:

@@ -1,0 +1,174 @@
+"""`python -m mars_hf compare SCRIPT --optim adamw_torch mars_adamw ... -- ARGS`: does it help on this script?"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:  # --help and a missing package answer before these imports
+    from mars_hf.compare.comparison import Comparison
+    from mars_hf.compare.plan import Plan
+
+_ARMS = ["adamw_torch", "mars_adamw", "mars_m", "muon"]
+_NEEDED = ("scipy", "matplotlib")
+
+_DESCRIPTION = """\
+Does an optimizer help on a script of yours, at which rate, and how sure is that? The script is not changed: each run
+trains it in a process of its own, with optimizer, learning rate, decay, seed and output folder set where
+TrainingArguments are made, hard-coded ones too; what else is changed is said. Nothing goes to the Hub or to trackers.
+
+The learning rate of each arm is searched in factors of two: the first arm starts at the script's own, rules of MARS at
+what `suggest` makes of the first arm's best. The best three rates get more seeds, and new seeds at each arm's best are
+compared in pairs with the first arm. The first run is timed, and tells how long all takes. Ctrl-C stops; the same
+command goes on.
+"""
+_EXAMPLES = """examples:
+  python -m mars_hf compare train.py --optim adamw_torch mars_adamw mars_m muon -- --its own --arguments
+  python -m mars_hf compare -m trl.scripts.sft --set eval_strategy=steps eval_steps=0.2 -- --model_name_or_path ...
+  python -m mars_hf compare train.py --optim adamw_torch adamw_torch_fused:adam_beta1=0.8 mars_m:clip_threshold=none
+  python -m mars_hf compare train.py --optim script mars_adamw --metric accuracy --greater_is_better
+  python -m mars_hf compare train.py --launcher "accelerate launch -m" --jobs 2 --gpus 0,1 2,3
+  python -m mars_hf compare train.py --dry_run > wave.sh       # commands for a cluster; again when they have ended
+
+The result is comparison.md, .json and .png in --output_dir. See docs/compare.md."""
+
+
+class _Parser(argparse.ArgumentParser):
+    """ArgumentParser that ends with one line and exit code 2, without a usage screen."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"python -m mars_hf compare: {' '.join(message.split())}; --help shows how to use it\n")
+
+
+def main(argv: list[str]) -> int:
+    """Run what is missing, then report; return the exit code."""
+    own, rest = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    options = parser().parse_args(own)
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        print(
+            f"python -m mars_hf compare needs {' and '.join(missing)}: pip install 'mars_hf[compare]'", file=sys.stderr
+        )
+        return 2
+    try:
+        return _compare(options, rest)
+    except (ValueError, OSError) as error:
+        print(f"python -m mars_hf compare: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("\nstopped, and its runs with it; the same command goes on where it was", file=sys.stderr)
+        return 130
+
+
+def _compare(options: argparse.Namespace, arguments: list[str]) -> int:
+    from mars_hf.compare import files, page, runs
+    from mars_hf.compare.comparison import Comparison
+    from mars_hf.compare.order import Order
+    from mars_hf.compare.work import Slots, Work
+
+    plan = _plan(options)
+    if not options.module and not os.path.isfile(options.script):
+        raise ValueError(f"no such script: {options.script!r} (give a path, or -m MODULE)")
+    if options.jobs < 1 or (options.training is not None and options.training < 1):
+        raise ValueError("--jobs and --training: give 1 or more")
+    launcher = shlex.split(options.launcher)
+    template = Order(options.script, options.module, arguments, launcher, training=options.training, saves=options.save)
+    output = Path(options.output_dir).resolve()
+    slots = Slots(options.jobs, options.gpus, options.max_runs, options.keep_outputs)
+    with files.locked(output, "compares"):
+        output.mkdir(parents=True, exist_ok=True)
+        comparison = Comparison(
+            plan, template, output, options.metric, options.greater_is_better, searches=not options.no_search
+        )
+        if options.dry_run:
+            for run in itertools.islice(comparison.missing(), 1000):
+                print(runs.shell_line(run))
+            return 0
+        print(_announcement(comparison))
+
+        def report() -> str:
+            return page.write(comparison, has_speeds=not slots.share_a_device)
+
+        Work(comparison, slots, report).until_done()
+        if comparison.metric is not None:
+            print(f"\n{report()}\ncomparison.md, .json and .png are in {output}")
+    return 0
+
+
+def _announcement(comparison: Comparison) -> str:
+    """Return the first line: what will run."""
+    from mars_hf.compare.verdict import count
+
+    first, *others = (arm.name for arm in comparison.plan.arms)
+    there = "it goes on there" if comparison.metric is not None else "the first run tells metric and time"
+    return (
+        f"{comparison.template.script}: {', '.join(others)} against {first}, "
+        f"{count(len(comparison.plan.seeds), 'new seed')}; runs go to {comparison.output}, {there}"
+    )
+
+
+def _plan(options: argparse.Namespace) -> Plan:
+    """Return what is compared.
+
+    Raises:
+        ValueError: something that cannot be.
+    """
+    from mars_hf.compare.plan import Arm, Plan, setting
+
+    plan = Plan.of_file(options.plan) if options.plan else Plan([Arm.of_text(text) for text in options.optim])
+    if options.seeds is not None:
+        plan.seeds = tuple(range(1, options.seeds + 1))
+    if options.search_seeds is not None:
+        plan.search_seeds = tuple(options.search_seeds)
+    plan.set = {**plan.set, **dict(map(setting, options.set))}
+    if options.no_search:
+        plan.search_seeds = ()
+    plan.check()
+    return plan
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
+    found = _Parser(
+        prog="python -m mars_hf compare",
+        usage="python -m mars_hf compare [-m] SCRIPT [--optim ARM ...] [options] [-- arguments of the script]",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = found.add_argument
+    add("script", metavar="SCRIPT", help="path of the script")
+    add("-m", dest="module", action="store_true", help="SCRIPT is a module, as in python -m")
+    add("--output_dir", default="runs/compare", metavar="FOLDER", help="default: %(default)s")
+
+    add = found.add_argument_group("what is compared").add_argument
+    about = "names of --optim, with settings after a colon: mars_m:clip_threshold=none; `script` trains what the script"
+    add("--optim", nargs="+", default=_ARMS, metavar="ARM", help=f"{about} trains; the first is the baseline")
+    add("--plan", metavar="FILE", help="YAML with arms and more, in place of --optim; see docs/compare.md")
+    add("--set", nargs="+", default=[], metavar="NAME=VALUE", help="TrainingArguments of all runs: max_steps=200")
+    about = "of the evaluations; default: the script's metric_for_best_model, or eval_loss; loss: that of training"
+    add("--metric", metavar="NAME", help=about)
+    add("--greater_is_better", action="store_true", help="of --metric")
+    add("--training", type=int, metavar="N", help="which training of a script that trains several times, from 1")
+
+    add = found.add_argument_group("how sure, and how long").add_argument
+    add("--seeds", type=int, metavar="COUNT", help="new seeds at the best rates; default: 3")
+    about = "the first brackets the best rate, all choose among the best three; default: 42 43 44"
+    add("--search_seeds", type=int, nargs="+", metavar="SEED", help=about)
+    add("--no_search", action="store_true", help="the first rates alone: numbers, and no verdict")
+    add("--max_runs", type=int, metavar="COUNT", help="stop after so many runs; the same command goes on")
+
+    add = found.add_argument_group("how it runs").add_argument
+    add("--launcher", default="", metavar="WORDS", help="what starts a module: 'accelerate launch -m'")
+    add("--jobs", type=int, default=1, metavar="COUNT", help="runs at a time; default: %(default)s")
+    add("--gpus", nargs="+", default=[], metavar="IDS", help="CUDA_VISIBLE_DEVICES of each job; 0,1 gives a job two")
+    add("--save", action="store_true", help="leave the script's checkpoints on: interrupted runs resume from them")
+    add("--keep_outputs", action="store_true", help="keep the output folders of finished runs")
+    add("--dry_run", action="store_true", help="print the commands that can run now, for a cluster, and run nothing")
+    return found

@@ -1,0 +1,183 @@
+"""What is compared: arms from a command line, or from a YAML file."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from transformers.training_args import OptimizerNames, TrainingArguments
+
+from mars_hf.groups import plain_yaml
+from mars_hf.groups.settings import SETTINGS, parse_optim_args
+from mars_hf.training.callback import OPTIM_NAMES
+from mars_hf.training.registry import register
+
+SCRIPT = "script"  # the arm that trains what the script trains
+SEARCH_SEEDS = (42, 43, 44)
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One contender.
+
+    Args:
+        name: of its rows.
+        set: values of TrainingArguments, `optim` among them.
+        optim_args: settings of its optimizer; for a rule of MARS over those suggested.
+        arguments: of the script's own command line, by flag without dashes; "{rate}", "{twice}" and "{eighth}" stand
+            for the learning rate, twice and an eighth of it.
+        first: rates to search from; (): from the script's, or from what `suggest` makes of the baseline's best.
+    """
+
+    name: str
+    set: Mapping[str, Any] = field(default_factory=dict)
+    optim_args: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    first: Sequence[float] = ()
+
+    @property
+    def rule(self) -> str | None:
+        """Return MARS's rule; None for another optimizer."""
+        return OPTIM_NAMES.get(str(self.set.get("optim", "")))
+
+    @classmethod
+    def of_text(cls, text: str) -> Arm:
+        """Read NAME or NAME:SETTINGS, such as mars_adamw:is_approx=false."""
+        name, _, settings = text.partition(":")
+        if name == SCRIPT and not settings:
+            return cls(text)
+        if name not in _optimizers():
+            raise ValueError(f"--optim {name!r}: accepted are {SCRIPT}, {', '.join(_optimizers())}")
+        try:
+            return cls(text, *_settings_of_text(name, settings))
+        except ValueError as error:
+            raise ValueError(f"--optim {text}: {error}") from error
+
+
+@dataclass
+class Plan:
+    """A comparison: the first arm is the baseline.
+
+    Args:
+        arms: the contenders.
+        rates: names of what is searched; the first is learning_rate, others are flags of the script.
+        seeds: of the comparison.
+        search_seeds: of the search, others: the first brackets the best rate, all choose among the best three.
+        set: values of TrainingArguments in all runs.
+        arguments: of the script in all runs.
+        pairs: further pairs of arms to compare.
+        about: a line for the page.
+    """
+
+    arms: list[Arm]
+    rates: Sequence[str] = ("learning_rate",)
+    seeds: Sequence[int] = (1, 2, 3)
+    search_seeds: Sequence[int] = SEARCH_SEEDS
+    set: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    pairs: Sequence[tuple[str, str]] = ()
+    about: str = ""
+
+    @property
+    def baseline(self) -> Arm:
+        """Return the arm that all others are compared with."""
+        return self.arms[0]
+
+    @classmethod
+    def of_file(cls, path: str) -> Plan:
+        """Read a YAML file: the fields of `Plan`, with arms as name to the fields of `Arm`."""
+        try:
+            sections = plain_yaml.read(Path(path).read_text(encoding="utf-8"))
+            _refuse_unknown(cls, sections, "")
+            for name, own in sections["arms"].items():
+                _refuse_unknown(Arm, own or {}, f"arm {name}: ")
+            arms = [Arm(str(name), **(own or {})) for name, own in sections.pop("arms").items()]
+            pairs = [(one, other) for one, other in sections.pop("pairs", [])]
+            return cls(arms, pairs=pairs, **sections)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"{path}: {error}; docs/compare.md has an example") from error
+
+    def check(self) -> None:
+        """Raise ValueError for what cannot be compared."""
+        names = [arm.name for arm in self.arms]
+        if len(set(names)) < len(names) or len(names) < 2:
+            raise ValueError("give two or more different arms: --optim adamw_torch mars_adamw ...")
+        for name in itertools.chain(*self.pairs):
+            if name not in names:
+                raise ValueError(f"pairs: unknown arm {name!r}; accepted: {', '.join(names)}")
+        for arm in self.arms:
+            self._check_arm(arm)
+        if both := set(self.search_seeds) & set(self.seeds):
+            raise ValueError(f"seed {min(both)} is one of the search and of the comparison; those must differ")
+        if not self.seeds:
+            raise ValueError("--seeds: give one or more")
+        for name in ("seed", "data_seed", "output_dir"):
+            if name in self.set:
+                raise ValueError(f"--set {name}: the comparison sets it itself; see --seeds and --output_dir")
+
+    def _check_arm(self, arm: Arm) -> None:
+        optim = arm.set.get("optim")
+        if optim is not None and optim not in _optimizers():
+            raise ValueError(f"arm {arm.name}: optim {optim!r}; accepted are {', '.join(_optimizers())}")
+        if len(self.rates) > 1 and len(arm.first) != len(self.rates):
+            raise ValueError(f"arm {arm.name}: give `first`, a rate for each of {', '.join(self.rates)}")
+
+
+def words(settings: Mapping[str, Any]) -> list[str]:
+    """Return settings as words of a command line."""
+    return [word for name, value in settings.items() for word in (f"--{name}", _text(value))]
+
+
+def _text(value: Any) -> str:
+    """Return a value as a flag takes it: numbers with all their digits, sections as JSON."""
+    if isinstance(value, float):
+        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
+    return json.dumps(value) if isinstance(value, (bool, dict)) else str(value)
+
+
+def _settings_of_text(optim: str, text: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[float]]:
+    """Return an arm's fields from `name=value,...`: values of TrainingArguments, settings of the optimizer, `first`."""
+    known = [each.name for each in fields(TrainingArguments)]
+    of_arguments: dict[str, Any] = {"optim": optim}
+    of_optimizer, first = [], []
+    for pair in filter(None, text.split(",")):
+        name, value = setting(pair)
+        if name == "learning_rate":
+            first.append(float(value))
+        elif name in known and not (optim in OPTIM_NAMES and name in SETTINGS):
+            of_arguments[name] = value
+        else:
+            of_optimizer.append(pair)
+    if optim in OPTIM_NAMES:
+        return of_arguments, parse_optim_args(",".join(of_optimizer)), {}, first
+    if of_optimizer:
+        of_arguments["optim_args"] = ",".join(of_optimizer)
+    return of_arguments, {}, {}, first
+
+
+def setting(text: str) -> tuple[str, Any]:
+    """Return name and value of NAME=VALUE; numbers, true, false and null are read as such."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise ValueError(f"{text!r}: give NAME=VALUE")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+def _optimizers() -> list[str]:
+    """Return what `optim` accepts, MARS's names included."""
+    register()
+    return [member.value for member in OptimizerNames]
+
+
+def _refuse_unknown(kind: Any, given: Mapping[str, Any], where: str) -> None:
+    known = [each.name for each in fields(kind) if each.name != "name"]
+    for name in given:
+        if name not in known:
+            raise ValueError(f"{where}unknown {name!r}; accepted: {', '.join(known)}")

@@ -1,0 +1,211 @@
+"""In the process of a run: record one Trainer's trainings, without changing them."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.trainer import Trainer
+from transformers.trainer_callback import TrainerCallback
+
+from mars_hf.compare.arguments import Refused, plain
+from mars_hf.compare.order import Order
+from mars_hf.distributed.tensors import local
+from mars_hf.optimizer import Mars
+from mars_hf.training.guard import unwrap_optimizer
+from mars_hf.training.nonfinite import NonFiniteCallback
+
+Row = dict[str, Any]
+
+_KEPT_ON_DEVICE = 200  # losses, before they are read
+_NOT_METRICS = ("_runtime", "_per_second", "_time", "epoch", "_num_tokens")
+
+
+class NonFiniteLosses(NonFiniteCallback):
+    """Stop arms of other optimizers where MARS's would stop, by losses alone: no pass over the gradients."""
+
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        """Look at nothing."""
+
+
+class Recorder(TrainerCallback):
+    """Record the trainings of one Trainer as rows of result.json; each call of `train` is one.
+
+    Args:
+        trainer: it is a callback of.
+        order: of the run.
+        rows: of all Trainers of the script; this one adds its own.
+        write: write result.json, now or when it is due.
+    """
+
+    def __init__(self, trainer: Trainer, order: Order, rows: list[Row], write: Callable[[bool], None]) -> None:
+        """Record nothing yet."""
+        self.trainer, self.order, self.rows, self.write = trainer, order, rows, write
+        self.row: Row | None = None
+        self._step_loss: Tensor | None = None
+        self._losses: list[Tensor] = []
+        self._first_step_end = self._evaluating = 0.0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+        """Begin a row, if the optimizer is the one asked for."""
+        inner, model = unwrap_optimizer(optimizer), kwargs["model"]
+        if self.row is not None and not self.row["ended"]:  # begun anew with a smaller batch (auto_find_batch_size)
+            self.rows.remove(self.row)
+        if self.order.training in (None, len(self.rows) + 1):
+            self._check_optimizer(inner, args)
+            self._check_rate(inner, args)
+        trainable = [param for param in model.parameters() if param.requires_grad]
+        self.row = {
+            "trainer": type(self.trainer).__name__,
+            "optimizer": type(inner).__name__,
+            "parameters": sum(param.numel() for param in model.parameters()),
+            "trainable": sum(param.numel() for param in trainable),
+            "width": _width(model, trainable),
+            "arguments": {name: plain(value) for name, value in args.to_dict().items()},
+            "weights": _fingerprint([local(param.detach()).float().sum() for param in trainable]),
+            "batch": None,
+            "resumed_at": state.global_step,
+            "steps": state.global_step,
+            "seconds_per_step": None,
+            "samples_per_step": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
+            "evaluations": _evaluations(state.log_history),  # of a resumed run
+            "losses": [],
+            "memory": None,
+            "ended": False,
+        }
+        self.rows.append(self.row)
+        self._losses, self._step_loss = [], None
+        self.write(True)
+
+    def _check_optimizer(self, optimizer: Any, args: Any) -> None:
+        """Raise Refused if the script made an optimizer that is not the arm's."""
+        asked = self.order.arm.get("optim")
+        if asked is None:
+            return
+        if self.order.with_mars or asked.startswith("mars_"):
+            is_it = isinstance(optimizer, Mars)
+        elif self.trainer.is_deepspeed_enabled or self.trainer.is_fsdp_enabled:
+            return  # their wrappers
+        else:
+            kind, _ = Trainer.get_optimizer_cls_and_kwargs(args, self.trainer.model)  # type: ignore[arg-type]
+            is_it = not isinstance(kind, type) or isinstance(optimizer, kind)
+        if not is_it:
+            raise Refused(
+                f"the script makes its own optimizer, {type(optimizer).__name__}, where {asked} was asked for: no "
+                "other can be compared there; leave that to its TrainingArguments"
+            )
+
+    def _check_rate(self, optimizer: Any, args: Any) -> None:
+        """Raise Refused if the learning rate has not reached the optimizer: a search of it would be of nothing."""
+        groups = getattr(optimizer, "param_groups", [])
+        rates = {float(group[name]) for group in groups for name in ("initial_lr", "lr") if group.get(name) is not None}
+        reached = any(math.isclose(rate, float(args.learning_rate), rel_tol=1e-6) for rate in rates)
+        if self.order.is_searched and rates and not reached:
+            raise Refused(
+                f"learning_rate={args.learning_rate:g} of the TrainingArguments does not reach "
+                f"{type(optimizer).__name__}, whose rates are {', '.join(f'{rate:g}' for rate in sorted(rates))}: "
+                "there is nothing to search; let the script give learning_rate to its optimizer"
+            )
+
+    def see_batch(self, inputs: Any) -> None:
+        """Remember the first batch: arms of one seed must begin with the same."""
+        if self.row is not None and self.row["batch"] is None:
+            self.row["batch"] = _fingerprint(list(_sums(inputs)))
+
+    def add_loss(self, loss: Any) -> None:
+        """Add a micro-batch's loss to its step's, which is their sum."""
+        if isinstance(loss, Tensor):
+            loss = loss.detach()
+            self._step_loss = loss if self._step_loss is None else self._step_loss + loss
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Count the step, and keep its loss where it is: reading it would wait for the device."""
+        if self.row is None:
+            return
+        if self._step_loss is not None:
+            self._losses.append(self._step_loss)
+            self._step_loss = None
+        self.row["steps"] = state.global_step
+        done, now = state.global_step - self.row["resumed_at"], time.monotonic()
+        if done == 1:  # the first compiles and warms up
+            self._first_step_end, self._evaluating = now, 0.0
+        elif done > 1:
+            self.row["seconds_per_step"] = (now - self._first_step_end - self._evaluating) / (done - 1)
+        if len(self._losses) >= _KEPT_ON_DEVICE:
+            self._read_losses()
+        self.write(False)
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
+        """Add an evaluation; the script may evaluate after training, too."""
+        if self.row is None or not metrics:
+            return
+        self._evaluating += sum(value for name, value in metrics.items() if name.endswith("_runtime"))
+        (new,) = _evaluations([{"step": state.global_step, **metrics}]) or [{}]
+        same = [row for row in self.row["evaluations"] if row["step"] == state.global_step]
+        if same:  # of another eval_dataset
+            same[0].update(new)
+        elif new:
+            self.row["evaluations"].append(new)
+        self.write(True)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """End the row; evaluations may follow."""
+        if self.row is not None:
+            self._read_losses()
+            memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+            self.row |= {"ended": True, "memory": memory}
+            self.write(True)
+
+    def _read_losses(self) -> None:
+        if self._losses and self.row is not None:
+            self.row["losses"] += torch.stack([loss.float().reshape(()) for loss in self._losses]).tolist()
+            self._losses = []
+
+
+def _evaluations(history: Sequence[Mapping[str, Any]]) -> list[Row]:
+    """Return step and metrics of each evaluation in a Trainer's history."""
+    rows = []
+    for entry in history:
+        metrics = {name: float(value) for name, value in entry.items() if _is_metric(name, value)}
+        if any(name.startswith("eval_") for name in metrics):
+            rows.append({"step": entry["step"], **metrics})
+    return rows
+
+
+def _is_metric(name: str, value: Any) -> bool:
+    return name != "step" and isinstance(value, (int, float)) and not name.endswith(_NOT_METRICS)
+
+
+def _width(model: nn.Module, trainable: Sequence[nn.Parameter]) -> int | None:
+    """Return the width of hidden states, or the median of the short sides of what is trained."""
+    stated = getattr(getattr(model, "config", None), "hidden_size", None)
+    if isinstance(stated, int):
+        return stated
+    sides = [min(param.shape) for param in trainable if param.ndim == 2]
+    return int(statistics.median(sides)) if sides else None
+
+
+def _sums(value: Any) -> Iterator[Tensor]:
+    """Yield sums of all tensors of a batch, whole and in part."""
+    if isinstance(value, Tensor):
+        yield value.detach().float().sum()
+        yield value.detach().flatten()[:64].float().sum()
+    elif isinstance(value, Mapping):
+        for name in sorted(value, key=str):
+            yield from _sums(value[name])
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _sums(each)
+
+
+def _fingerprint(numbers: list[Tensor]) -> str | None:
+    if not numbers:
+        return None
+    stacked = torch.stack([number.cpu() for number in numbers])
+    return hashlib.sha1(stacked.numpy().tobytes()).hexdigest()[:12]

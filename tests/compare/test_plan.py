@@ -1,0 +1,190 @@
+"""Arms and plans from words and files, where each arm starts, the metric, and the command's own refusals."""
+
+import importlib.util
+import math
+
+import pytest
+
+from mars_hf.compare import command, starts
+from mars_hf.compare.metric import Metric, find_metric
+from mars_hf.compare.plan import Arm, Plan, words
+from mars_hf.compare.starts import Script, arguments_of_arm
+from mars_hf.groups.settings import parse_optim_args
+from mars_hf.groups.suggest import suggest
+
+SCRIPT = Script(2e-4, (0.9, 0.999), 0.1, width=64)
+
+
+def plan(*names, **settings):
+    return Plan([Arm.of_text(name) for name in names], **settings)
+
+
+def test_arms_of_text():
+    """Settings reach TrainingArguments, or the optimizer; `learning_rate` is the first rate."""
+    assert Arm.of_text("script") == Arm("script")
+    arm = Arm.of_text("mars_m:clip_threshold=none,learning_rate=0.01,warmup_steps=5")
+    assert arm.set == {"optim": "mars_m", "warmup_steps": 5} and arm.first == [0.01] and arm.rule == "mars-m"
+    assert arm.optim_args == {"clip_threshold": None}
+    arm = Arm.of_text("rmsprop:alpha=0.9,adam_beta1=0.8,momentum=0.5")
+    assert arm.set == {"optim": "rmsprop", "adam_beta1": 0.8, "optim_args": "alpha=0.9,momentum=0.5"}
+    assert Arm.of_text("muon").rule == "muon" and Arm.of_text("adamw_torch").rule is None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--optim", "adam"], "--optim 'adam': accepted are script, "),
+        (["--optim", "adamw_torch", "mars_m:gama=1"], "--optim mars_m:gama=1: "),
+        (["--optim", "adamw_torch"], "give two or more different arms"),
+        (["--optim", "muon", "muon"], "give two or more different arms"),
+        (["--set", "max_steps"], "'max_steps': give NAME=VALUE"),
+        (["--set", "seed=3"], "--set seed: the comparison sets it itself"),
+        (["--search_seeds", "42", "2"], "seed 2 is one of the search and of the comparison"),
+        (["--seeds", "0"], "--seeds: give one or more"),
+        (["--jobs", "0"], "--jobs and --training: give 1 or more"),
+        (["--plan", "nowhere.yaml"], "nowhere.yaml"),
+    ],
+)
+def test_wrong_words_end_in_one_line(tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    assert command.main(["train.py", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1 and not (tmp_path / "runs").exists()
+
+
+def test_missing_packages_and_scripts(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert command.main(["nowhere.py"]) == 2
+    assert "no such script: 'nowhere.py' (give a path, or -m MODULE)" in capsys.readouterr().err
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "scipy" else object())
+    assert command.main(["nowhere.py"]) == 2
+    assert capsys.readouterr().err == "python -m mars_hf compare needs scipy: pip install 'mars_hf[compare]'\n"
+
+
+def test_help_shows_examples(capsys):
+    with pytest.raises(SystemExit) as exit_:
+        command.main(["--help"])
+    text = capsys.readouterr().out
+    assert exit_.value.code == 0 and all(len(line) <= 120 for line in text.splitlines())
+    assert "--optim adamw_torch mars_adamw mars_m muon -- --its own" in text and "docs/compare.md" in text
+
+
+def test_plan_of_a_file(tmp_path):
+    path = tmp_path / "plan.yaml"
+    path.write_text("""
+about: AdamW's beta1, and MARS-M
+arms:
+  adamw 0.8: {set: {optim: adamw_torch, adam_beta1: 0.8}, first: [1e-3]}
+  mars_m: {set: {optim: mars_m}, optim_args: {gamma: 0.05}}
+  script:
+pairs: [[mars_m, script]]
+seeds: [1, 2]
+search_seeds: [100]
+set: {max_steps: 10}
+arguments: {block_size: 128}
+""")
+    read = Plan.of_file(str(path))
+    read.check()
+    assert [arm.name for arm in read.arms] == ["adamw 0.8", "mars_m", "script"] and read.baseline.first == [1e-3]
+    assert read.pairs == [("mars_m", "script")] and list(read.seeds) == [1, 2] and read.set == {"max_steps": 10}
+    for text, message in [
+        ("arms: {a: {sett: {}}}", "arm a: unknown 'sett'; accepted: set, optim_args"),
+        ("arm: {}", "unknown 'arm'; accepted: arms"),
+        ("about: nothing", "'arms'"),
+        ("arms: [", "plan.yaml: "),
+    ]:
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"docs/compare\.md has an example") as error:
+            Plan.of_file(str(path))
+        assert message in str(error.value)
+    with pytest.raises(ValueError, match="pairs: unknown arm 'c'"):
+        Plan([Arm("a"), Arm("b")], pairs=[("a", "c")]).check()
+    with pytest.raises(ValueError, match="arm a: optim 'adan'"):
+        Plan([Arm("a", {"optim": "adan"}), Arm("b")]).check()
+    with pytest.raises(ValueError, match="arm a: give `first`, a rate for each of learning_rate, lr_embeddings"):
+        Plan([Arm("a", first=[1e-3]), Arm("b")], rates=("learning_rate", "lr_embeddings")).check()
+
+
+def test_baseline_starts_as_the_script_stands():
+    """Its first run sets nothing but the optimizer: it tells what the script has."""
+    both = plan("adamw_torch", "mars_adamw")
+    assert arguments_of_arm(both.baseline, both, 1, None, None) == {"optim": "adamw_torch", "optim_args": None}
+    assert arguments_of_arm(both.baseline, both, 1, SCRIPT, None) == {"optim": "adamw_torch", "optim_args": None}
+    assert arguments_of_arm(both.baseline, both, 0.5, SCRIPT, None)["learning_rate"] == 1e-4
+    of_mars = plan("mars_m:gamma=0.05", "adamw_torch")
+    assert arguments_of_arm(of_mars.baseline, of_mars, 1, None, None)["optim_args"] == "gamma=0.05"
+
+
+@pytest.mark.parametrize("name", ["mars_adamw", "mars_lion", "mars_shampoo", "mars_m", "muon"])
+def test_rules_of_mars_start_at_suggested_settings(name):
+    """Of the baseline's best rate: the script's betas and decay are converted, and no setting contradicts another."""
+    both = plan("adamw_torch", name)
+    found = arguments_of_arm(both.arms[1], both, 2.0, SCRIPT, 8e-4)
+    expected = suggest(both.arms[1].rule, 8e-4, SCRIPT.betas, SCRIPT.weight_decay, width=64)
+    settings = parse_optim_args(found["optim_args"])
+    assert found["learning_rate"] == pytest.approx(2 * expected["lr"], rel=1e-5)
+    assert settings["lr_1d"] == pytest.approx(2 * expected["lr_1d"], rel=1e-5)
+    assert found["weight_decay"] == pytest.approx(expected["weight_decay"], rel=1e-5)
+    assert (settings["beta1"], settings["beta2"]) == pytest.approx(expected["betas"], rel=1e-5)
+    assert (found["adam_beta1"], found["adam_beta2"]) == (settings["beta1"], settings["beta2"])
+    assert (settings["beta1_1d"], settings["beta2_1d"]) == SCRIPT.betas
+
+
+def test_others_start_at_the_best_rate_of_the_baseline():
+    arms = plan("adamw_torch", "adafactor", "script", "muon:learning_rate=0.02", "mars_m:beta1=0.8,weight_decay=0.3")
+    found = [arguments_of_arm(arm, arms, 2.0, SCRIPT, 8e-4) for arm in arms.arms[1:]]
+    assert found[0] == {"optim": "adafactor", "optim_args": None, "learning_rate": 1.6e-3}
+    assert found[1] == {"learning_rate": 4e-4}  # the script as it stands, from its own rate
+    assert found[2]["learning_rate"] == pytest.approx(0.04)
+    assert (found[3]["adam_beta1"], found[3]["weight_decay"]) == (0.8, 0.3)
+
+
+def test_best_rate_of_another_rule_is_not_adamws():
+    lion = plan("mars_lion", "mars_adamw")
+    found = arguments_of_arm(lion.arms[1], lion, 1.0, SCRIPT, 1e-4)["learning_rate"]
+    ratio = suggest("mars-adamw", 1.0, SCRIPT.betas)["lr"] / suggest("mars-lion", 1.0, SCRIPT.betas)["lr"]
+    assert found == pytest.approx(1e-4 * ratio, rel=1e-5) and ratio > 2
+
+
+def test_words_of_a_command_line():
+    settings = {"a": 0.1, "b": True, "c": {"x": 1}, "d": 1 / 3, "e": "text"}
+    assert words(settings) == ["--a", "0.1", "--b", "true", "--c", '{"x": 1}', "--d", repr(1 / 3), "--e", "text"]
+
+
+def training(*evaluations, losses=(), resumed_at=0, **arguments):
+    return {"evaluations": list(evaluations), "losses": list(losses), "arguments": arguments, "resumed_at": resumed_at}
+
+
+def test_metric_found_in_evaluations():
+    seen = {"step": 5, "eval_f1": 0.5, "eval_loss": 2.0, "eval_b_loss": 1.0}
+    assert find_metric(training(seen), None, False) == (
+        Metric("eval_loss"),
+        "metric: eval_loss, the last of each run (--metric: eval_f1, eval_b_loss)",
+    )
+    own = training(seen, metric_for_best_model="f1", greater_is_better=True, load_best_model_at_end=True)
+    assert find_metric(own, None, False)[0] == Metric("eval_f1", greater_is_better=True, best=True)
+    assert find_metric(own, "b_loss", False)[0] == Metric("eval_b_loss", best=True)
+    only = training({"step": 5, "eval_f1": 0.5}, losses=[3.0, 2.0])
+    metric, line = find_metric(only, None, False)
+    assert metric.name == "loss" and "THE TRAINING LOSS, because its evaluations have no loss" in line
+    assert "--metric eval_f1" in line
+    with pytest.raises(ValueError, match="the first run has no training loss"):
+        find_metric(training(), None, False)
+
+
+def test_values_and_curves_of_a_metric():
+    row = training({"step": 5, "eval_loss": 2.0}, {"step": 9, "eval_loss": 3.0}, {"step": 10, "eval_f1": 1.0})
+    assert Metric("eval_loss").value(row) == 3.0 and Metric("eval_loss", best=True).value(row) == 2.0
+    assert Metric("eval_loss", greater_is_better=True, best=True).value(row) == 3.0
+    assert Metric("eval_f1").curve(row) == [(10, 1.0)] and Metric("eval_x").value(row) is None
+    diverged = training({"step": 5, "eval_loss": None})
+    assert math.isnan(Metric("eval_loss").value(diverged))
+    row = training(losses=[float(step) for step in range(1, 41)], resumed_at=10)
+    assert Metric("loss").value(row) == 38.5 and Metric("loss").curve(row)[:2] == [(12, 1.5), (14, 3.5)]
+
+
+def test_script_read_from_its_first_run():
+    arguments = {"learning_rate": 1e-3, "adam_beta1": 0.8, "adam_beta2": 0.9, "weight_decay": 0.2}
+    row = {"arguments": arguments, "width": 32}
+    assert starts.Script.of_training(row) == Script(1e-3, (0.8, 0.9), 0.2, 32)
