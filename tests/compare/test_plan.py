@@ -208,7 +208,7 @@ def test_slots_share_a_machine(monkeypatch):
 
 
 def test_comparison_of_a_new_folder_starts_with_the_baseline(tmp_path):
-    """From least to most runs: four arms, three rates and more, two further seeds for three of them, three new seeds."""
+    """From least to most runs: four arms, three rates or more, two further seeds for three, three new seeds."""
     arms = plan("adamw_torch", "mars_adamw", "mars_m", "muon")
     comparison = Comparison(arms, Order("train.py", arguments=["--a", "1"]), tmp_path)
     (run,) = comparison.missing()
