@@ -33,7 +33,7 @@ _EXAMPLES = """examples:
   python -m mars_hf compare -m trl.scripts.sft --set eval_strategy=steps eval_steps=0.2 -- --model_name_or_path ...
   python -m mars_hf compare train.py --optim adamw_torch adamw_torch_fused:adam_beta1=0.8 mars_m:clip_threshold=none
   python -m mars_hf compare train.py --optim script mars_adamw --metric accuracy --greater_is_better
-  python -m mars_hf compare train.py --launcher "accelerate launch -m" --jobs 2 --gpus 0,1 2,3
+  python -m mars_hf compare train.py --launcher "accelerate launch -m" --gpus 0,1 2,3
   python -m mars_hf compare train.py --dry_run > wave.sh       # commands for a cluster; again when they have ended
 
 The result is comparison.md, .json and .png in --output_dir. See docs/compare.md."""
@@ -75,12 +75,13 @@ def _compare(options: argparse.Namespace, arguments: list[str]) -> int:
     plan = _plan(options)
     if not options.module and not os.path.isfile(options.script):
         raise ValueError(f"no such script: {options.script!r} (give a path, or -m MODULE)")
-    if options.jobs < 1 or (options.training is not None and options.training < 1):
+    jobs = max(1, len(options.gpus)) if options.jobs is None else options.jobs
+    if jobs < 1 or (options.training is not None and options.training < 1):
         raise ValueError("--jobs and --training: give 1 or more")
     launcher = shlex.split(options.launcher)
     template = Order(options.script, options.module, arguments, launcher, training=options.training, saves=options.save)
     output = Path(options.output_dir).resolve()
-    slots = Slots(options.jobs, options.gpus, options.max_runs, options.keep_outputs)
+    slots = Slots(jobs, options.gpus, options.max_runs, options.keep_outputs)
     with files.locked(output, "compares"):
         output.mkdir(parents=True, exist_ok=True)
         comparison = Comparison(
@@ -166,7 +167,7 @@ def parser() -> argparse.ArgumentParser:
 
     add = found.add_argument_group("how it runs").add_argument
     add("--launcher", default="", metavar="WORDS", help="what starts a module: 'accelerate launch -m'")
-    add("--jobs", type=int, default=1, metavar="COUNT", help="runs at a time; default: %(default)s")
+    add("--jobs", type=int, metavar="COUNT", help="runs at a time; default: one, or one for each of --gpus")
     add("--gpus", nargs="+", default=[], metavar="IDS", help="CUDA_VISIBLE_DEVICES of each job; 0,1 gives a job two")
     add("--save", action="store_true", help="leave the script's checkpoints on: interrupted runs resume from them")
     add("--keep_outputs", action="store_true", help="keep the output folders of finished runs")

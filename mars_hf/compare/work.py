@@ -85,6 +85,8 @@ class Work:
         done = self.comparison.count_finished()
         with ending_by_signals(), tqdm(unit="run", initial=done, dynamic_ncols=True) as progress:
             self._say_total(progress)
+            if done and next(self.comparison.missing(), None) is not None:
+                progress.write(self._estimate(self.comparison.first_run()))
             try:
                 while True:
                     waited = not errors and self._start_runs(progress)

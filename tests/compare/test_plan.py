@@ -2,13 +2,18 @@
 
 import importlib.util
 import math
+import os
+from dataclasses import replace
 
 import pytest
 
 from mars_hf.compare import command, starts
+from mars_hf.compare.comparison import Comparison
 from mars_hf.compare.metric import Metric, find_metric
+from mars_hf.compare.order import Order
 from mars_hf.compare.plan import Arm, Plan, words
 from mars_hf.compare.starts import Script, arguments_of_arm
+from mars_hf.compare.work import Slots, count_runs
 from mars_hf.groups.settings import parse_optim_args
 from mars_hf.groups.suggest import suggest
 
@@ -188,3 +193,27 @@ def test_script_read_from_its_first_run():
     arguments = {"learning_rate": 1e-3, "adam_beta1": 0.8, "adam_beta2": 0.9, "weight_decay": 0.2}
     row = {"arguments": arguments, "width": 32}
     assert starts.Script.of_training(row) == Script(1e-3, (0.8, 0.9), 0.2, 32)
+
+
+def test_slots_share_a_machine(monkeypatch):
+    """Each job has its GPUs, its share of the cores, and a port of its own; runs that share a device have no speeds."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    pair = Slots(jobs=2, gpus=["0,1", "2,3"])
+    found = [pair.environment(slot) for slot in range(2)]
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == ["0,1", "2,3"] and not pair.share_a_device
+    assert {one["OMP_NUM_THREADS"] for one in found} == {"4"} and all(int(one["MASTER_PORT"]) > 0 for one in found)
+    assert Slots(jobs=2).share_a_device and Slots(jobs=3, gpus=["0", "1"]).share_a_device
+    assert Slots().environment(0) == {} and not Slots().share_a_device
+
+
+def test_comparison_of_a_new_folder_starts_with_the_baseline(tmp_path):
+    """From least to most runs: four arms, three rates or more, two further seeds for three, three new seeds."""
+    arms = plan("adamw_torch", "mars_adamw", "mars_m", "muon")
+    comparison = Comparison(arms, Order("train.py", arguments=["--a", "1"]), tmp_path)
+    (run,) = comparison.missing()
+    assert (run.arm.name, run.seed, math.isnan(run.rate)) == ("adamw_torch", 42, True)
+    assert run.order.shared == {"seed": 42, "data_seed": 42} and not run.order.with_mars
+    assert run.command[1:] == ["-m", "mars_hf.compare.child", "train.py", "--a", "1"]
+    assert count_runs(comparison) == (4 * (3 + 6 + 3), 4 * (6 + 8 + 3))
+    assert Order.read(run.order.text()) == replace(run.order, launcher=[])
