@@ -6,7 +6,8 @@ import functools
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from mars_hf.optimizer import EXTENSIONS, Mars, create
+from mars_hf.creation import create
+from mars_hf.optimizer import EXTENSIONS, Mars
 
 if TYPE_CHECKING:
     from mars_hf.training.axolotl import AxolotlPlugin as AxolotlPlugin

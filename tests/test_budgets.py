@@ -34,7 +34,7 @@ ROOT = PACKAGE.parent
 COMPARE = "mars_hf/compare"
 ROOMS = {
     "mars_hf": (62, 15_000),
-    COMPARE: (20, 2_700),
+    COMPARE: (20, 2_750),
     "recipes": (38, 5_100),
     "tests": (125, 30_500),
     "benchmarks": (11, 2_600),

@@ -17,6 +17,7 @@ from transformers.training_args import OptimizerNames, TrainingArguments
 from typing_extensions import Unpack
 
 from mars_hf import _compat
+from mars_hf.creation import create, make
 from mars_hf.groups import saved_settings
 from mars_hf.groups.effects import reject_unread_arguments, without_unread
 from mars_hf.groups.param_groups import param_groups, split_by_model
@@ -36,7 +37,7 @@ from mars_hf.groups.settings import (
     text_of_optim_args,
     without_torch_keywords,
 )
-from mars_hf.optimizer import Mars, create, make
+from mars_hf.optimizer import Mars
 from mars_hf.training.callback import OPTIM_NAMES  # guards every Trainer made from now on
 
 # TrainingArguments' names of settings; MARS's defaults are in force where nobody has stated these.

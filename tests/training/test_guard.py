@@ -46,7 +46,7 @@ import torch
 import mars_hf.optimizer
 importlib.reload(mars_hf.optimizer)
 from mars_hf.training import guard
-optimizer = mars_hf.optimizer.create([torch.nn.Parameter(torch.ones(2, 2))], lr=1e-3)
+optimizer = mars_hf.optimizer.Mars([torch.nn.Parameter(torch.ones(2, 2))], lr=1e-3)
 try:
     guard.require_mars(optimizer, None)
 except RuntimeError as error:
