@@ -46,7 +46,7 @@ from mars_hf.step import exact, states
 from mars_hf.step.last_norms import LastNorms
 from mars_hf.step.lists import TensorList, build_lists
 from mars_hf.step.metrics import StepMetrics
-from mars_hf.step.ranks import Ranks
+from mars_hf.step.ranks import Ranks, SharedStep
 from mars_hf.step.release import GradientRelease
 from mars_hf.step.sums import find_moving, forget_if_all_move, rows_to_reduce, set_factors, take_sums
 from mars_hf.step.update import count_steps, note_peaks, update, update_matrices
@@ -212,6 +212,11 @@ class Mars(torch.optim.Optimizer):
     # Ranks that hold the same whole parameters; may be set between steps. LastGradientCallback sets it under DDP.
     process_group: Group = None
 
+    # Why the step before has stopped half-way, while other ranks share parameters with this one; None if it has not.
+    _interruption: str | None = None
+    # What this rank has failed with since the step before, to be raised by all ranks of the next one.
+    _held_error: Exception | None = None
+
     # Norms of the last gradients that the step before has left; a write through `.data` does not show in them.
     _last_norms: LastNorms | None = None
 
@@ -275,6 +280,7 @@ class Mars(torch.optim.Optimizer):
         reject_unread([*statements_of_defaults(self.defaults, self.param_groups), *self._statements])
         self._statements = []
         warn_of_decays(self.param_groups)
+        self._ranks.remember(self.param_groups)
         if not self._roles_are_stated:
             self._advice.on_unknown_roles(self.param_groups)
         for package, extend in EXTENSIONS.items():
@@ -395,6 +401,7 @@ class Mars(torch.optim.Optimizer):
         self._is_made = True
         if "_ranks" not in vars(self):  # it is there if torch loads a state
             self._ranks = Ranks(self.param_groups)
+            self._ranks.remember(self.param_groups)
             self._advice = Advice()
         self._advice.follow(self.param_groups)
 
@@ -418,6 +425,7 @@ class Mars(torch.optim.Optimizer):
         kept = ("max_grad_norm", "fused", "state_dtype", *_OF_MODEL)  # of the running loop, machine and model
         kept_settings = [{key: group[key] for key in kept if key in group} for group in self.param_groups]
         loaded: dict[str, Any] = {}
+        before = self.param_groups
 
         def check_loaded(_: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
             state_dict = {**state_dict, "param_groups": states.with_all_settings(state_dict["param_groups"])}
@@ -432,6 +440,8 @@ class Mars(torch.optim.Optimizer):
                     group.pop(key, None)
                 group.update(settings)
             states.copy_loaded(self.state, loaded, self.param_groups)
+            self._ranks.replace(self.param_groups, before)
+            self._interruption = None
 
         # The last one before torch loads, and the first one after it.
         handles = [
@@ -464,7 +474,8 @@ class Mars(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._compare_with_model()
+        if self._release is not None:
+            self._compare_with_model()
         if self._release is None or not self._release.finish():
             self._step()
         return loss
@@ -480,33 +491,55 @@ class Mars(torch.optim.Optimizer):
             if message is not None:
                 self._advice.say("unfrozen", message)
 
-    def _step(self) -> None:
-        """Algorithm 1: norms of the corrected gradients, clipping, moments, directions, update."""
-        _reject_capture()
-        groups, max_grad_norm, metrics = self.param_groups, self.max_grad_norm, self._metrics
-        rules = self._rules()
-        has_gradients = self._has_gradients()
-        shared = self._ranks.begin(
-            groups,
-            rules,
-            max_grad_norm=max_grad_norm,
-            metrics=metrics,
-            process_group=self.process_group,
-            model=None if self._watch is None else self._watch.reference,
-        )
-        if not has_gradients and shared.is_alone:
-            self._reject_frozen()
-            return
-        with self._autocast_off():
-            place_gradients(groups)
+    def _step(self, error: Exception | None = None) -> None:
+        """Algorithm 1: norms of the corrected gradients, clipping, moments, directions, update.
+
+        Args:
+            error: why this rank cannot step, which all ranks raise; None if it can.
+        """
+        groups, metrics = self.param_groups, self._metrics
+        model = None if self._watch is None else self._watch.reference
+        shared = self._ranks.begin(groups, process_group=self.process_group, model=model)
+        with self._autocast_off(), self._no_states_if_refused():
             with shared.raising_together():  # nothing has changed until its end
+                self._raise_what_was_held(error)
+                _reject_capture()
+                has_gradients = self._has_gradients()
+                if self._release is None:
+                    self._compare_with_model()
+                rules, max_grad_norm = self._rules(), self.max_grad_norm
                 self._check_edited_groups()
+                shared.plan(rules, max_grad_norm=max_grad_norm, metrics=metrics)
+                if not has_gradients and shared.is_alone:
+                    self._reject_frozen()
+                    return
+                place_gradients(groups)
                 lists, moving = build_lists(groups, rules, self.state, shared.specs, shared.chunk_of)
                 find_moving(lists, max_grad_norm)
                 take_sums(lists, max_grad_norm, metrics, self._last_norms)
-            shared.reduce(lists, rows_to_reduce(max_grad_norm))
-            forget_if_all_move(lists)
+                shared.add(lists, rows_to_reduce(max_grad_norm))
+            shared.reduce()
+        with self._autocast_off():
             self._last_norms = None  # an update that is interrupted leaves other last gradients
+            try:
+                self._move(shared, lists, moving, max_grad_norm)
+            except BaseException as raised:
+                if self.process_group is not None or shared.specs or not shared.is_alone:
+                    self._interruption = str(raised) or type(raised).__name__
+                raise
+
+    def _move(
+        self,
+        shared: SharedStep,
+        lists: Sequence[TensorList],
+        moving: Sequence[dict[str, Any]],
+        max_grad_norm: float | None,
+    ) -> None:
+        """Move the parameters of a step that is not refused: factors, moments, directions, update."""
+        groups, metrics = self.param_groups, self._metrics
+        with shared.held():
+            shared.find_moving(lists)
+            forget_if_all_move(lists)
             norm = set_factors(lists, shared, max_grad_norm, metrics)
             if norm is not None:
                 self.grad_norm.copy_(norm)
@@ -514,15 +547,43 @@ class Mars(torch.optim.Optimizer):
                 exact.keep_params(groups, self.state)
             count_steps(moving)
             note_peaks(groups)
-            for tensors in lists:
-                if tensors.chunk is None:
+        for tensors in lists:
+            if tensors.chunk is None:
+                with shared.held():
                     update(tensors, metrics=metrics)
-            for chunk in shared.chunks(lists):
+        for chunk in shared.chunks(lists):
+            with shared.held():
                 update_matrices(chunk, groups, metrics)
-            self._last_norms = self._norms_taken(lists)
-            if self.is_exact:
-                exact.drop_stale_gradients(groups, self.state)
-                self._stale_gradients_supplied = False
+        shared.conclude()
+        self._last_norms = self._norms_taken(lists)
+        if self.is_exact:
+            exact.drop_stale_gradients(groups, self.state)
+            self._stale_gradients_supplied = False
+
+    def _raise_what_was_held(self, error: Exception | None) -> None:
+        """Raise an error that all ranks are to raise: of this step, or from before it.
+
+        A step that has stopped half-way leaves ranks with other parameters: none follows it.
+        """
+        error, self._held_error = error or self._held_error, None
+        if error is not None:
+            raise error
+        if self._interruption is not None:
+            raise RuntimeError(
+                f"the step before stopped half-way ({self._interruption}), so ranks no longer hold the same "
+                "parameters: go on from the last checkpoint"
+            )
+
+    @contextlib.contextmanager
+    def _no_states_if_refused(self) -> Iterator[None]:
+        """Drop the states that the block has made if it raises."""
+        count = len(self.state)
+        try:
+            yield
+        except Exception:
+            for param in list(self.state)[count:]:
+                del self.state[param]
+            raise
 
     def _rules(self) -> list[UpdateRule]:
         """Return the rules of the groups; ValueError if somebody has edited one to a name that is none."""
@@ -651,8 +712,14 @@ class Mars(torch.optim.Optimizer):
 
         Source: the official implementation's method of this name.
         """
-        if exact.keep_stale_gradients(self.param_groups, self.state):
-            self._stale_gradients_supplied = True
+        try:
+            is_supplied = exact.keep_stale_gradients(self.param_groups, self.state)
+        except Exception as error:
+            if not self._ranks.have_shared:
+                raise
+            self._held_error = error  # other ranks go on to their step, and hear it there
+        else:
+            self._stale_gradients_supplied |= is_supplied
 
     def update_last_grad(self) -> None:
         """Hand the gradients that `update_previous_grad()` kept to the next `step()`; a no-op in approx mode.

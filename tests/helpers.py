@@ -109,9 +109,8 @@ def mars_trainer(args: TrainingArguments, model: Any, *positional: Any, **settin
 def backend_names(optimizer: mars_hf.Mars) -> list[str]:
     """The backends that a step with the present gradients takes, list by list."""
     rules = list(map(update_rule, optimizer.param_groups))
-    shared = optimizer._ranks.begin(
-        optimizer.param_groups, rules, max_grad_norm=None, metrics=None, process_group=None, model=None
-    )
+    shared = optimizer._ranks.begin(optimizer.param_groups, process_group=None, model=None)
+    shared.plan(rules, max_grad_norm=None, metrics=None)
     lists, _ = build_lists(optimizer.param_groups, rules, dict(optimizer.state), {}, shared.chunk_of)
     return [tensors.backend.name for tensors in lists]
 

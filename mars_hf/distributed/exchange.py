@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from mars_hf.arithmetic.matrix_layouts import MatrixLayout
 from mars_hf.arithmetic.newton_schulz import MAX_ELEMENTS, chunks_of
 from mars_hf.arithmetic.orthogonalize import count_rows, flops, iteration_dtype
 from mars_hf.arithmetic.update_rules import update_rule
-from mars_hf.distributed.norms import GroupSums, group_order, wire_device
+from mars_hf.distributed.norms import GroupSums, first_message, group_order, wire_device
 from mars_hf.distributed.shards import replicas_in_mesh, slices_of
 from mars_hf.distributed.tensors import Group, ShardSpec, Slice, is_dtensor
 
@@ -52,6 +53,7 @@ class Matrix(NamedTuple):
 
 # Matrices that are worked on at a time, each with its owner: a replica, and a rank in it.
 Round = list[tuple[Matrix, tuple[int, int]]]
+_STATUS = -1  # in place of the index of a parameter
 # See `Exchange.run`.
 Work = Callable[[list[Matrix], list[Tensor], list[Tensor]], list[Tensor]]
 
@@ -147,7 +149,12 @@ class _Form(NamedTuple):
 class Exchange:
     """Move matrices to their owners and directions back, among the ranks of some process groups.
 
-    `run` is collective: all ranks of both groups take part, also those that hold nothing.
+    `run` is collective: all ranks of both groups take part, also those that hold nothing. What goes back says also
+    whether a rank has failed before, so that in each round either all ranks hear it or none; `tell` ends a step.
+
+    Attributes:
+        has_failed: whether this rank has failed in this step.
+        is_broken: whether communication has failed, so that no rank can wait for this one.
     """
 
     def __init__(self, groups: ProcessGroups, matrices: Sequence[Matrix]) -> None:
@@ -158,10 +165,35 @@ class Exchange:
         self._row_dtype = torch.promote_types(groups.dtype, torch.float32)
         self._no_rows = torch.empty(0, dtype=self._row_dtype, device=groups.device)
         self.rounds = plan_rounds(matrices, ranks=self._ranks, replicas=self._replicas)
+        self.start()
+
+    def start(self) -> None:
+        """Begin a step."""
+        self.has_failed = self.is_broken = False
+        self._heard: Tensor | None = None  # how often a rank has said that it has failed; None before a round
+        self._heard_here: Tensor | None = None  # in this round, within this replica
+        self._heard_there: Tensor | None = None  # and from all replicas
+        self._calls = self._done = 0  # of communication in this round; those before this rank has failed
+
+    def tell(self, message: str | None) -> str | None:
+        """Return the message of a rank that has failed before its last word in this step; None if there is none.
+
+        Collective if there is one. Waits for the device. `message` is this rank's; None if it has not failed.
+        """
+        if self._heard is None or not self._heard.any():
+            return None
+        for group in (self.groups.shards, self.groups.replicas):
+            if group is not None:
+                message = first_message(message, group)
+        return message
 
     @torch.no_grad()
-    def run(self, matrices: Round, held: Mapping[int, Parcel], work: Work) -> dict[int, Tensor]:
+    def run(
+        self, matrices: Round, held: Mapping[int, Parcel], work: Work, error: Exception | None = None
+    ) -> dict[int, Tensor]:
         """Gather whole matrices on their owners, do the work there, and return this rank's parts of the results.
+
+        A rank that fails takes part to the end, with what it has, since the others wait for it.
 
         Args:
             matrices: those of a round that have gradients, with their owners; the same on all ranks.
@@ -169,7 +201,36 @@ class Exchange:
                 is modified.
             work: maps matrices, their whole tensors and the state of their rows, which it modifies, to results of the
                 same shapes and dtype.
+            error: what this rank has failed with on its way here; raised at the end.
         """
+        self._calls, self._done, self._heard_here, self._heard_there = 0, 0, None, None
+        if error is None:
+            try:
+                results = self._run(matrices, held, work)
+                for index, result in results.items():
+                    held[index].rows.copy_(result.rows)
+                self._end_round()
+                return {index: result.part for index, result in results.items()}
+            except Exception as raised:
+                if self.is_broken:
+                    raise
+                error = raised
+        traceback.clear_frames(error.__traceback__)  # which hold memory
+        self.has_failed = self.is_broken = True
+        self._calls, self._done = 0, self._calls
+        self._run(matrices, held, lambda owned, wholes, rows: wholes)
+        self.is_broken = False
+        self._end_round()
+        raise error
+
+    def _end_round(self) -> None:
+        """Add up what has been heard."""
+        heard = self._heard_here if self.groups.replicas is None else self._heard_there
+        if heard is not None:
+            self._heard = heard if self._heard is None else self._heard + heard
+
+    def _run(self, matrices: Round, held: Mapping[int, Parcel], work: Work) -> dict[int, Parcel]:
+        """Return this rank's parts of the results, with new states of rows; skip what `_done` says is done."""
         owned = [matrix for matrix, owner in matrices if owner == (self._replica, self._rank)]
         by_replica = self._held_by_owner(matrices, held)
         own = {index: parcel._replace(rows=self._as_sent(parcel.rows)) for index, parcel in held.items()}
@@ -178,10 +239,20 @@ class Exchange:
         else:
             results = self._work_within_replica(owned, by_replica[self._replica], own, work)
         if self.groups.replicas is not None:
-            results = self._from_replicas(by_replica, results, own)
-        for index, result in results.items():
-            held[index].rows.copy_(result.rows)
-        return {index: result.part for index, result in results.items()}
+            # What has happened since ranks of this replica have told each other is for the next round: else some would
+            # hear it in this one, and some not.
+            status = self._status() if self._heard_here is None else self._as_status(self._heard_here)
+            results = self._from_replicas(by_replica, results, own, status)
+        return results
+
+    def _status(self) -> Parcel:
+        """Return what tells whether this rank has failed."""
+        return self._as_status(
+            torch.full((), float(self.has_failed), dtype=self.groups.dtype, device=self.groups.device)
+        )
+
+    def _as_status(self, flag: Tensor) -> Parcel:
+        return Parcel(flag.expand(_aligned(1) // self.groups.dtype.itemsize), self._no_rows)
 
     def _as_sent(self, rows: Tensor) -> Tensor:
         """Return the state of rows in the dtype that all ranks send."""
@@ -247,10 +318,23 @@ class Exchange:
     def _from_owners(
         self, leaving: Sequence[tuple[int, int]], own: Mapping[int, Parcel], parcels: Sequence[tuple[int, Parcel]]
     ) -> dict[int, Parcel]:
-        """Send parcels to their ranks, and return those that come back for this rank's own, by index."""
-        forms = [(rank, _form_of(own[index])) for rank, index in leaving]
-        returned = self._all_to_all(parcels, forms)
-        return dict(zip([index for _, index in leaving], returned, strict=True))
+        """Send parcels to their ranks, and return those that come back for this rank's own, by index.
+
+        Every rank gets a status too. `leaving` and `parcels` are in the order of ranks.
+        """
+        status = self._status()
+        sent = [*parcels, *[(rank, status) for rank in range(self._ranks)]]
+        coming = [(rank, index, _form_of(own[index])) for rank, index in leaving]
+        coming += [(rank, _STATUS, _form_of(status)) for rank in range(self._ranks)]
+        sent.sort(key=lambda entry: entry[0])
+        coming.sort(key=lambda entry: entry[0])
+        is_heard = self._calls >= self._done
+        returned = self._all_to_all(sent, [(rank, form) for rank, _, form in coming])
+        if is_heard:
+            statuses = [parcel for (_, index, _), parcel in zip(coming, returned, strict=True) if index == _STATUS]
+            self._heard_here = _largest(statuses)
+        indices = [index for _, index, _ in coming]
+        return {index: parcel for index, parcel in zip(indices, returned, strict=True) if index != _STATUS}
 
     def _slices_of_ranks(self, owned: list[Matrix]) -> list[tuple[int, Matrix, Slice]]:
         """Return what each rank holds of the matrices that this one works on, rank by rank."""
@@ -267,26 +351,40 @@ class Exchange:
         by_replica: Sequence[Sequence[tuple[int, int]]],
         results: Mapping[int, Parcel],
         own: Mapping[int, Parcel],
+        status: Parcel,
     ) -> dict[int, Parcel]:
-        """Return what all replicas work on, in the forms of `own`; `by_replica`: see `_held_by_owner`."""
-        forms_by_replica = [{index: _form_of(own[index]) for _, index in held} for held in by_replica]
+        """Return what all replicas work on, in the forms of `own`; `by_replica`: see `_held_by_owner`.
+
+        Each replica sends a status too, behind its results.
+        """
+        form = _form_of(status)
+        forms_by_replica = [{index: _form_of(own[index]) for _, index in held} | {_STATUS: form} for held in by_replica]
+        results = {**results, _STATUS: status}
         flats = []
         for replica, forms in enumerate(forms_by_replica):
             if replica == self._replica:
                 flats.append(self._pack([results[index] for index in forms]))
             else:
                 flats.append(self._empty((sum(map(self._size, forms.values())),), torch.uint8))
+        is_heard = self._calls >= self._done
+        self._communicate(lambda: self._broadcast(flats))
+        parcels: dict[int, Parcel] = {}
+        statuses = []
+        for forms, flat in zip(forms_by_replica, flats, strict=True):
+            parcels.update(zip(forms, self._unpack(flat, list(forms.values())), strict=True))
+            statuses.append(parcels.pop(_STATUS))
+        if is_heard:
+            self._heard_there = _largest(statuses)
+        return parcels
+
+    def _broadcast(self, flats: Sequence[Tensor]) -> None:
+        """Send each replica's bytes to the others."""
+        group = self.groups.replicas
         sends = [
-            dist.broadcast(flat, group_src=source, group=self.groups.replicas, async_op=True)
-            for source, flat in enumerate(flats)
-            if len(flat)
+            dist.broadcast(flat, group_src=source, group=group, async_op=True) for source, flat in enumerate(flats)
         ]
         for send in sends:
             send.wait()
-        parcels: dict[int, Parcel] = {}
-        for forms, flat in zip(forms_by_replica, flats, strict=True):
-            parcels.update(zip(forms, self._unpack(flat, list(forms.values())), strict=True))
-        return parcels
 
     def _all_to_all(self, leaving: Sequence[tuple[int, Parcel]], coming: Sequence[tuple[int, _Form]]) -> list[Parcel]:
         """Send parcels to ranks, rank by rank, and return those that come, in their order."""
@@ -297,8 +395,16 @@ class Exchange:
             received[rank] += self._size(form)
         flat = self._empty((sum(received),), torch.uint8)
         packed = self._pack([parcel for _, parcel in leaving])
-        dist.all_to_all_single(flat, packed, received, sent, group=self.groups.shards)
+        self._communicate(lambda: dist.all_to_all_single(flat, packed, received, sent, group=self.groups.shards))
         return self._unpack(flat, [form for _, form in coming])
+
+    def _communicate(self, call: Callable[[], Any]) -> None:
+        """Do the next communication of a round, unless this rank has done it before it failed."""
+        self._calls += 1
+        if self._calls > self._done:
+            is_broken, self.is_broken = self.is_broken, True  # if it fails
+            call()
+            self.is_broken = is_broken
 
     def _pack(self, parcels: Sequence[Parcel]) -> Tensor:
         """Return parcels as bytes, which every communication backend knows, one after the other."""
@@ -334,6 +440,10 @@ class Exchange:
         return torch.empty(shape, dtype=dtype, device=self.groups.device)
 
 
+def _largest(statuses: Sequence[Parcel]) -> Tensor:
+    return torch.stack([status.part[0] for status in statuses]).amax()
+
+
 def _form_of(parcel: Parcel) -> _Form:
     return _Form(parcel.part.shape, parcel.rows.numel())
 
@@ -356,8 +466,7 @@ class MatrixPlanner:
     def __init__(self) -> None:
         """Start without plans."""
         self._exchanges: dict[Any, Exchange] = {}
-        # Of this step, with the indices of the whole parameters that have a gradient on this rank.
-        self.shared: list[tuple[Exchange, list[int]]] = []
+        self.shared: list[Exchange] = []  # of this step
 
     def assign(
         self,
@@ -365,6 +474,7 @@ class MatrixPlanner:
         specs: Mapping[Tensor, ShardSpec],
         shapes: Sequence[torch.Size],
         process_group: Group,
+        agree: Callable[[], None] = lambda: None,
     ) -> dict[int, Any]:
         """Return the chunk of each matrix of this rank, by the index of its parameter. Collective where ranks share.
 
@@ -373,6 +483,7 @@ class MatrixPlanner:
             specs: specs of the sharded parameters.
             shapes: shapes of the whole parameters, by index.
             process_group: ranks that hold the same whole parameters and share the work; None for none.
+            agree: lets all ranks stop where one has failed; called before ranks tell each other what they hold.
         """
         alone = _Chunks()
         members: dict[ProcessGroups, list[_Member]] = {}
@@ -385,13 +496,12 @@ class MatrixPlanner:
         chunk_of = alone.numbered()
         self.shared = []
         for groups in sorted(members, key=ProcessGroups.order):
-            exchange = self._exchange(groups, members[groups], specs, shapes)
+            exchange = self._exchange(groups, members[groups], specs, shapes, agree)
             for number, matrices in enumerate(exchange.rounds):
                 chunk = len(self.shared), number
                 chunk_of |= {matrix.param_index: chunk for matrix, _ in matrices}
-            whole = [member for member in members[groups] if member.param not in specs]
-            present = [member.param_index for member in whole if member.param.grad is not None]
-            self.shared.append((exchange, present))
+            exchange.start()
+            self.shared.append(exchange)
         return chunk_of
 
     def _exchange(
@@ -400,30 +510,22 @@ class MatrixPlanner:
         members: Sequence[_Member],
         specs: Mapping[Tensor, ShardSpec],
         shapes: Sequence[torch.Size],
+        agree: Callable[[], None],
     ) -> Exchange:
         """Return the exchange among some ranks, planned at the first step that has these members."""
         held = [(each.param_index, each.group_index, each.param.shape, specs.get(each.param)) for each in members]
         normalizes = [each.group["normalize_rows"] is not None for each in members]
         key = groups, tuple(held), tuple(normalizes)
         if key not in self._exchanges:
+            if any(each.param in specs and not is_dtensor(each.param) for each in members):
+                agree()
             self._exchanges[key] = Exchange(groups, _matrices(groups.shards, members, specs, shapes))
         return self._exchanges[key]
-
-    def register(self, whole: GroupSums) -> None:
-        """Take part in the sums of the ranks that share this step, and say which gradients are here."""
-        for exchange, present in self.shared:
-            shards, replicas = exchange.groups.shards, exchange.groups.replicas
-            if shards is not None:
-                whole.register(shards)
-            if replicas is not None:
-                whole.register(replicas)
-            for index in present:
-                whole.add_present(replicas, index, 1 / dist.get_world_size(replicas))
 
     def rounds(self, whole: GroupSums) -> dict[Any, tuple[Exchange, Round]]:
         """Return the rounds of this step by chunk, with the matrices that have gradients, in one order everywhere."""
         rounds = {}
-        for position, (exchange, _) in enumerate(self.shared):
+        for position, exchange in enumerate(self.shared):
             present = whole.present_in(exchange.groups.shards or exchange.groups.replicas)
             for number, matrices in enumerate(exchange.rounds):
                 moving = [(matrix, owner) for matrix, owner in matrices if matrix.param_index in present]
@@ -475,6 +577,15 @@ class _Chunks:
 def _groups_of(member: _Member, spec: ShardSpec | None, process_group: Group) -> ProcessGroups | None:
     """Return the ranks that share a parameter; None if it is this rank's alone."""
     param = member.param
+    shards, replicas = sharing_ranks(param, spec, process_group)
+    if shards is None and replicas is None:
+        return None
+    device = wire_device(param.device, shards or replicas)
+    return ProcessGroups(shards, replicas, device, iteration_dtype(member.group, param, device))
+
+
+def sharing_ranks(param: Tensor, spec: ShardSpec | None, process_group: Group) -> tuple[Group, Group]:
+    """Return the ranks that hold the other shards of a parameter to orthogonalize, and those that hold copies."""
     if spec is not None:
         shards, replicas = spec.group, spec.replicas
     elif is_dtensor(param):
@@ -483,10 +594,7 @@ def _groups_of(member: _Member, spec: ShardSpec | None, process_group: Group) ->
         shards, replicas = None, process_group
     if replicas is not None and dist.get_world_size(replicas) == 1:
         replicas = None
-    if shards is None and replicas is None:
-        return None
-    device = wire_device(param.device, shards or replicas)
-    return ProcessGroups(shards, replicas, device, iteration_dtype(member.group, param, device))
+    return shards, replicas
 
 
 def _matrices(

@@ -1,15 +1,15 @@
 """Add up sums over shards to sums over whole parameters, and let all ranks of a step raise the same error.
 
 One all-reduce per process group carries the sums, the fraction of each parameter whose gradient is present, which units
-have a gradient other than zero (see resting.py), and a flag for an error that a rank has found before. All ranks read
-presence and flag before anything changes.
+have a gradient other than zero (see resting.py), whether all ranks have the same settings, and a flag for an error that
+a rank has found before. All ranks read these before anything changes.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,15 @@ from mars_hf.arithmetic.rules import sum_dtype
 from mars_hf.distributed.tensors import Group, ShardSpec, ranks_of
 
 
+class Compared(Protocol):
+    """What must be the same on all ranks."""
+
+    checksum: int
+
+    def details(self) -> Mapping[str, str]:
+        """Return it in words, by what an error calls it."""
+
+
 class GroupSums:
     """The sums of one step over each process group: one column per parameter of the optimizer."""
 
@@ -26,7 +35,8 @@ class GroupSums:
         """Start with nothing, for `rows` sums of `count` parameters with so many units, the same on every rank."""
         self._device = device
         self._dtype = sum_dtype(device)
-        # The last row holds what is present, and in one more column the flag.
+        # The last row holds what is present. One more column holds the flag there, and in the first row how far the
+        # settings of the other ranks are from those of the first one.
         self._shape = torch.Size((rows + 1, count + 1))
         self._first_units = [0, *itertools.accumulate(unit_counts)]
         # What is added up over the ranks of a group: sums, and behind them one number per unit.
@@ -34,6 +44,11 @@ class GroupSums:
         self._sums: dict[Group, Tensor] = {}
         self._moving: dict[Group, Tensor] = {}
         self._present: dict[Group, list[float]] = {}
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """Return what all ranks must have in common before they add up: process groups in their order, and sizes."""
+        return sorted(map(group_order, self._sums)), self._shape, self._first_units[-1]
 
     def register(self, group: Group) -> None:
         """Take part in the sums of a process group, even if this rank holds nothing."""
@@ -44,6 +59,12 @@ class GroupSums:
         self._sums[group] = self._all[group][:numel].view(self._shape)
         self._moving[group] = self._all[group][numel:]
         self._present[group] = [0.0] * self._shape[1]
+
+    def register_copy(self, group: Group, index: int, *, has_gradient: bool) -> None:
+        """Take part in the sums of the ranks that hold a whole parameter too; say whether its gradient is here."""
+        self.register(group)
+        if has_gradient:
+            self.add_present(group, index, 1 / dist.get_world_size(group))
 
     def register_shards(self, spec: ShardSpec, *, has_gradient: bool) -> None:
         """Take part in the sums of the ranks that hold a parameter's other shards or copies; say what is here."""
@@ -73,25 +94,30 @@ class GroupSums:
         """Return the number by which all ranks know a unit of a parameter."""
         return self._first_units[index] + unit
 
-    def reduce(self, error: Exception | None = None) -> None:
+    def reduce(self, error: Exception | None = None, settings: Compared | None = None) -> None:
         """Add up the sums of all ranks. Collective.
 
+        Args:
+            error: what stops this rank; None for nothing.
+            settings: what must be the same on all ranks; None for nothing.
+
         Raises:
-            RuntimeError: `error`, which stops this rank, or that of another one, or the gradients present on all ranks
-                do not make up whole parameters; with the same message on all ranks, which says whose it is.
+            RuntimeError: `error`, or that of another rank, or the gradients present on all ranks do not make up whole
+                parameters, or settings differ; with the same message on all ranks, which says whose it is.
         """
-        message = None if error is None else f"rank {dist.get_rank()}: {error}"
+        message = None if error is None else named(error)
         for group in sorted(self._sums, key=group_order):
             sums, presence = self._sums[group], self._present[group]
             presence[-1] = float(message is not None)
             sums[-1] = torch.tensor(presence, dtype=sums.dtype).to(sums.device)
+            sums[0, -1] = 0 if settings is None else _distance(settings.checksum, group, sums.dtype)
             self._all[group].copy_(all_reduce(self._all[group], group))
-            self._present[group] = sums[-1].tolist()
+            *self._present[group], distance = torch.cat([sums[-1], sums[0, -1:]]).tolist()
             *fractions, has_error = self._present[group]
             if has_error:
-                messages: list[Any] = [None] * dist.get_world_size(group)
-                dist.all_gather_object(messages, message, group=group)
-                message = next(filter(None, messages))
+                message = first_message(message, group)
+            if distance and message is None:
+                message = _difference({} if settings is None else settings.details(), group)
             partly = [index for index, fraction in enumerate(fractions) if _is_partial(fraction)]
             if partly and message is None:
                 first = partly[0]
@@ -125,6 +151,43 @@ def group_order(group: Group) -> tuple[Any, ...]:
     ranks = tuple(ranks_of(group))
     # First what all ranks of a mesh have in common: the rows of one may be the columns of another.
     return tuple(rank - ranks[0] for rank in ranks), ranks, group.group_name
+
+
+def named(error: Exception) -> str:
+    """Return the text of an error with the rank that has found it; some errors have no text but their name."""
+    return f"rank {dist.get_rank()}: {str(error) or type(error).__name__}"
+
+
+def first_message(message: str | None, group: Group) -> str | None:
+    """Return the message of the first rank of a process group that has one. Collective."""
+    messages: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(messages, message, group=group)
+    return next(filter(None, messages), None)
+
+
+def _distance(checksum: int, group: Group, dtype: torch.dtype) -> int:
+    """Return a number whose sum over the ranks is 0 if all have the same checksum, and hardly ever if not.
+
+    Each other rank takes its own from that of the first one. Sums of so many bits are exact.
+    """
+    checksum %= 2**32 if dtype == torch.float64 else 2**12
+    return checksum * (dist.get_world_size(group) - 1) if dist.get_rank(group) == 0 else -checksum
+
+
+def _difference(settings: Mapping[str, str], group: Group) -> str | None:
+    """Return what two ranks of a process group have that differs; None if it is nothing. Collective."""
+    everywhere: list[Any] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(everywhere, settings, group=group)
+    ranks = ranks_of(group)
+    first = everywhere[0]
+    for rank, other in zip(ranks, everywhere, strict=True):
+        for name in {**first, **other}:
+            if first.get(name) != other.get(name):
+                return (
+                    f"rank {ranks[0]} has {name}={first.get(name)}, and rank {rank} has {other.get(name)}: ranks that "
+                    "share parameters take every step with the same settings. Set them alike on all ranks"
+                )
+    return None
 
 
 def all_reduce(values: Tensor, group: Group) -> Tensor:

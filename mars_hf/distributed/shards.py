@@ -74,28 +74,33 @@ class Shards:
 
     def locate(
         self, param_groups: Iterable[Mapping[str, Any]], wanted: Sequence[bool], model: ModelRef | None
-    ) -> dict[Tensor, ShardSpec]:
+    ) -> tuple[dict[Tensor, ShardSpec], Exception | None]:
         """Return the specs of sharded tensors, those without a gradient included; whole parameters have none.
 
         `wanted` says for each group whether a step needs norms or directions of its parameters. `model` is the one that
         the optimizer was made from; None if it is not known.
 
-        Raises:
-            RuntimeError: a tensor is a part of something unknown; the message describes it.
+        An error, such as that a tensor is a part of something unknown, is returned: the other tensors say which ranks
+        have to hear of it, and ranks make process groups for them together.
         """
         specs = {}
+        error: Exception | None = None
         index = -1
         for group, is_wanted in zip(param_groups, wanted, strict=True):
             for param in group["params"]:
                 index += 1
-                if not is_wanted or self._is_whole(param):
+                if not is_wanted or self.is_whole(param):
                     continue
-                spec = self.spec_of(param, index, model)
+                try:
+                    spec = self.spec_of(param, index, model)
+                except Exception as raised:
+                    error = error or raised
+                    continue
                 if spec is not None:
                     specs[param] = spec
-        return specs
+        return specs, error
 
-    def _is_whole(self, param: Tensor) -> bool:
+    def is_whole(self, param: Tensor) -> bool:
         """Return whether the optimizer was made from this very parameter, and no engine has sharded it."""
         known = self._indices.get(id(param))  # ids of freed parameters are reused: the shape must be the same
         return known is not None and self.shapes[known] == param.shape and not is_dtensor(param)
@@ -175,14 +180,26 @@ _made: dict[tuple[int, ...], Group] = {}
 def place_gradients(param_groups: Iterable[Mapping[str, Any]]) -> None:
     """Give DTensors their gradients in their own placements; collective where they differ.
 
+    Raises:
+        RuntimeError: as `misplaced`.
+    """
+    for param in misplaced(param_groups).values():
+        grad: Any = param.grad
+        param.grad = grad.redistribute(placements=param.placements)
+
+
+def misplaced(param_groups: Iterable[Mapping[str, Any]]) -> dict[int, Any]:
+    """Return the DTensors whose gradients have other placements, by index: these take communication.
+
     Tensor parallelism leaves some gradients as partial sums, or whole where the parameter is sharded.
 
     Raises:
         RuntimeError: a gradient is not a DTensor on its parameter's mesh.
     """
+    found: dict[int, Any] = {}
     if not (dist.is_available() and dist.is_initialized()):
-        return
-    for param in [param for group in param_groups for param in group["params"]]:
+        return found
+    for index, param in enumerate([param for group in param_groups for param in group["params"]]):
         grad: Any = param.grad
         if grad is None or not is_dtensor(param):
             continue
@@ -193,7 +210,8 @@ def place_gradients(param_groups: Iterable[Mapping[str, Any]]) -> None:
                 f"{param.device_mesh}; place the gradient like its parameter before step()"
             )
         if grad.placements != param.placements:
-            param.grad = grad.redistribute(placements=param.placements)
+            found[index] = param
+    return found
 
 
 def spec_of_dtensor(tensor: Any, index: int) -> ShardSpec | None:

@@ -6,65 +6,359 @@ A process alone has the same object with nothing in it, so a step does not ask w
 from __future__ import annotations
 
 import contextlib
+import traceback
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from mars_hf.arithmetic import eight_bits
 from mars_hf.arithmetic.orthogonalize import NewtonSchulz, compute_directions, iteration_dtype, newton_schulz_of
 from mars_hf.arithmetic.resting import Moving
-from mars_hf.arithmetic.update_rules import UpdateRule
-from mars_hf.distributed.exchange import Exchange, Matrix, MatrixPlanner, Parcel, Round
-from mars_hf.distributed.norms import GroupSums
-from mars_hf.distributed.shards import ModelRef, Shards
+from mars_hf.arithmetic.update_rules import UpdateRule, update_rule
+from mars_hf.distributed.exchange import Exchange, Matrix, MatrixPlanner, Parcel, Round, sharing_ranks
+from mars_hf.distributed.norms import GroupSums, named
+from mars_hf.distributed.shards import ModelRef, Shards, misplaced
 from mars_hf.distributed.tensors import Group, ShardSpec, is_dtensor, local
+from mars_hf.groups.settings import GROUP_KEYS
 from mars_hf.kernels import symmetric_products
 from mars_hf.step.lists import TensorList
 from mars_hf.step.metrics import StepMetrics
 
+# Of groups by number: raw values, and their checksum.
+Checksums = dict[int, tuple[Any, int]]
+# Numbers may differ in their last digits, where processors compute schedules; `fused` may differ with the processor.
+_NUMBERS = ("lr", "betas", "eps", "weight_decay", "gamma")
+_NAMES = tuple(name for name in (*GROUP_KEYS, "role") if name not in (*_NUMBERS, "max_grad_norm", "fused"))
 
-@dataclass
+
+class ComparedSettings:
+    """What ranks that share parameters must have in common, in every step; see `GroupSums.reduce`."""
+
+    def __init__(
+        self, groups: Sequence[Mapping[str, Any] | None], of_step: Mapping[str, Any], checksums: Checksums
+    ) -> None:
+        """Compare the groups that are not None, and what is not in groups; `checksums` are kept between steps."""
+        self._groups = groups
+        self._of_step = {name: _shown(value) for name, value in of_step.items()}
+        numbers: list[Any] = [self._of_step]
+        for index, group in enumerate(groups):
+            if group is not None:
+                numbers += [index, _numbers(group), _checksum_of_names(index, group, checksums)]
+        self.checksum = zlib.crc32(repr(numbers).encode())
+
+    def before_more(self) -> ComparedSettings:
+        """Return the same before communication that a step does not always have: it must follow on all ranks."""
+        return ComparedSettings(self._groups, {**self._of_step, "what comes next": "an agreement"}, {})
+
+    def details(self) -> dict[str, str]:
+        """Return names, as an error shows them, and values."""
+        details = dict(self._of_step)
+        for index, group in enumerate(self._groups):
+            if group is not None:
+                details |= {f"{name} of param group {index}": text for name, text in _numbers(group).items()}
+                details |= {f"{name} of param group {index}": _shown(group.get(name)) for name in _NAMES}
+                details[f"the shapes in param group {index}"] = _shown(_shapes(group))
+        return details
+
+
+def _numbers(group: Mapping[str, Any]) -> dict[str, str]:
+    numbers = {name: _shown(group[name]) for name in _NUMBERS}
+    if group["weight_decay_mode"] == "decoupled":
+        for name in ("max_lr", "peak_lr", "initial_lr"):
+            numbers[name] = _shown(group.get(name))
+    return numbers
+
+
+def _checksum_of_names(index: int, group: Mapping[str, Any], checksums: Checksums) -> int:
+    """Return a checksum of what seldom changes."""
+    values = [group.get(name) for name in _NAMES]
+    raw = values, len(group["params"]), id(group["params"][0])
+    known = checksums.get(index)
+    if known is None or known[0] != raw:
+        known = raw, zlib.crc32(repr(([_shown(value) for value in values], _shapes(group))).encode())
+        checksums[index] = known
+    return known[1]
+
+
+def _shapes(group: Mapping[str, Any]) -> list[tuple[int, ...]]:
+    """Return the shapes of a group's matrices, which ZeRO has flattened: ranks must have them in one order."""
+    return [tuple(param.shape) for param in group["params"] if param.ndim > 1]
+
+
+def _shown(value: Any) -> str:
+    """Return a value as text, the same whatever type holds it; numbers on a GPU are not waited for."""
+    if isinstance(value, Tensor):
+        return _shown(value.item()) if value.device.type == "cpu" else "a tensor"
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(_shown, value))})"
+    if isinstance(value, dict):
+        return str({name: _shown(value[name]) for name in sorted(value)})
+    return f"{value:.6g}" if isinstance(value, float) else str(value).removeprefix("torch.")
+
+
+class _OfGroup(NamedTuple):
+    """What of a group's settings decides which sums ranks add up."""
+
+    mars_type: str
+    role: str
+    optimize_1d: bool
+    clips: bool
+    has_codes: bool
+
+    @classmethod
+    def read(cls, group: Mapping[str, Any]) -> _OfGroup:
+        """Read a group."""
+        clips = group["clip_threshold"] is not None
+        has_codes = group["state_dtype"] == eight_bits.NAME and group["role"] != "vector"
+        return cls(group["mars_type"], group["role"], group["optimize_1d"], clips, has_codes)
+
+    @property
+    def rule(self) -> UpdateRule:
+        """Return the rule of the group."""
+        return update_rule({"mars_type": self.mars_type, "role": self.role, "optimize_1d": self.optimize_1d})
+
+
+class _Settings(NamedTuple):
+    """What decides which sums ranks add up: the same on all ranks, or the step before was refused."""
+
+    groups: tuple[_OfGroup, ...]
+    has_global_norm: bool
+    has_metrics: bool
+
+    def wants(self, index: int) -> bool:
+        """Return whether the norms, directions or 8-bit blocks of a group's parameters may be needed."""
+        of_group = self.groups[index]
+        return self.has_global_norm or of_group.rule.corrects or of_group.has_codes
+
+    def needs_norms(self, index: int) -> bool:
+        """Return whether a step adds up norms of a group's corrected gradients, or exchanges its first moments."""
+        of_group = self.groups[index]
+        rule = of_group.rule
+        needs_corrected = rule.corrects and (rule.orthogonalizes or of_group.clips or self.has_metrics)
+        return self.has_global_norm or needs_corrected
+
+
 class SharedStep:
-    """What this rank shares with others in one step; empty for a process alone."""
+    """What this rank shares with others in one step; empty for a process alone.
 
-    specs: Mapping[Tensor, ShardSpec]  # of sharded parameters
-    chunk_of: Mapping[int, Any]  # of matrices to orthogonalize, by the index of the parameter
-    planner: MatrixPlanner
-    sums: GroupSums | None = None
+    The first all-reduce of a step has the form of the step before, whatever this rank has changed since, so that a rank
+    whose settings are wrong, or differ, meets the others there. It is the only one but where the form changes, and
+    where ranks communicate before the sums are known.
+    """
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        param_groups: Sequence[Mapping[str, Any]],
+        *,
+        process_group: Group,
+        model: ModelRef | None,
+    ) -> None:
+        """Find what is sharded; an error is raised by `raising_together`."""
+        self._ranks = ranks
+        self._groups = param_groups
+        self._process_group = process_group
+        self._former = ranks.settings_of_before(param_groups)
+        self._settings = self._former
+        wanted = [self._former.wants(index) for index in range(len(param_groups))]
+        with contextlib.suppress(Exception):  # said when they are checked
+            settings = ranks.settings_of(param_groups, has_metrics=self._former.has_metrics)
+            wanted = [settings.wants(index) or was_wanted for index, was_wanted in enumerate(wanted)]
+        self.specs, self._error = ranks.shards.locate(param_groups, wanted, model)
+        self.chunk_of: Mapping[int, Any] = {}
+        self.sums: GroupSums | None = None  # None before `plan`, and for a process alone
+        self._compared: ComparedSettings | None = None
+        self.error: Exception | None = None  # that this rank keeps to the end of the step
+        self._has_agreed = self._is_told = False
 
     @property
     def is_alone(self) -> bool:
-        """Return whether no other rank takes part."""
+        """Return whether no other rank takes part in this step, which has been planned."""
         return self.sums is None
 
     @contextlib.contextmanager
     def raising_together(self) -> Iterator[None]:
-        """Let an error of the block stop all ranks, with one message; nothing may have changed when it is raised."""
+        """Let an error of the block stop all ranks, with one message; nothing may have changed when it is raised.
+
+        An interrupt is nobody else's: a launcher ends the other processes.
+        """
         try:
+            if self._error is not None:
+                raise self._error
             yield
-        except (RuntimeError, ValueError) as error:
-            if self.sums is not None:
-                self.sums.reduce(error)  # raises on all ranks
+        except Exception as error:
+            if not self._is_told:
+                sums = self.sums if self._has_agreed else self._sums(self._former)
+                if sums is not None:
+                    sums.reduce(error)  # raises on all ranks
             raise
 
-    def reduce(self, lists: Sequence[TensorList], rows: slice) -> None:
-        """Add up some rows of the sums over shards to sums over whole parameters. Collective."""
-        if self.sums is None:
+    def plan(self, rules: Sequence[UpdateRule], *, max_grad_norm: float | None, metrics: StepMetrics | None) -> None:
+        """Plan sums and exchanges. Collective where the plan differs from that of the step before.
+
+        Args:
+            rules: the update rules of the groups.
+            max_grad_norm: largest global norm; None for no scaling.
+            metrics: what measures the step; None for nothing.
+
+        Raises:
+            RuntimeError: a global norm is asked for under DeepSpeed, or a gradient cannot be placed.
+        """
+        ranks = self._ranks
+        if max_grad_norm is not None and not all(map(is_dtensor, self.specs)):
+            raise RuntimeError(
+                f"max_grad_norm={max_grad_norm} under DeepSpeed, which steps group by group: set gradient_clipping "
+                "in its JSON, and max_grad_norm=None"
+            )
+        settings = ranks.settings_of(self._groups, has_metrics=metrics is not None)
+        self.sums = self._sums(settings, metrics)
+        to_place = misplaced(self._groups)
+        has_changed = settings != self._former and _form(self.sums) != _form(self._sums(self._former))
+        if self.sums is not None or has_changed:
+            self._compared = self._compare(max_grad_norm, metrics, to_place)
+        if has_changed or to_place:
+            self._agree()
+        ranks.planner.shared = []
+        if any(rule.orthogonalizes for rule in rules):
+            self.chunk_of = ranks.planner.assign(
+                self._groups, self.specs, ranks.shards.shapes, self._process_group, self._agree
+            )
+        self._settings = settings
+
+    def _compare(
+        self, max_grad_norm: float | None, metrics: StepMetrics | None, to_place: Mapping[int, Any]
+    ) -> ComparedSettings:
+        """Return what must be the same on all ranks that share parameters."""
+        shared = [group if self._is_shared(group) else None for group in self._groups]
+        of_step: dict[str, Any] = {"max_grad_norm": max_grad_norm}
+        of_step["metrics"] = bool(self.specs) and metrics is not None
+        for index, param in to_place.items():
+            of_step[f"the placement of gradient {index}"] = param.grad.placements
+        return ComparedSettings(shared, of_step, self._ranks.checksums)
+
+    def _agree(self) -> None:
+        """Let all ranks stop if one of them has failed, or does not come here, before they communicate otherwise."""
+        if self._has_agreed:
             return
-        of_shards = [tensors for tensors in lists if tensors.process_group is not None]
-        for tensors in of_shards:
+        sums = self._sums(self._former)
+        if sums is not None and self._compared is not None:
+            self._is_told = True
+            sums.reduce(settings=self._compared.before_more())
+            self._is_told = False
+        self._has_agreed = True
+
+    def _sums(self, settings: _Settings, metrics: StepMetrics | None = None) -> GroupSums | None:
+        """Return sums over whole parameters, which are 0 yet, with what gradients are here; None for a rank alone."""
+        if not (dist.is_available() and dist.is_initialized()):
+            return None
+        params = [param for group in self._groups for param in group["params"]]
+        joined = list(self._joined(settings))
+        is_new_group = self._is_new_group(params)
+        if not joined and not is_new_group:
+            return None
+        sums = self._ranks.empty_sums(params, settings)
+        for index, spec, replicas in joined:
+            has_gradient = params[index].grad is not None
+            if spec is None:
+                sums.register_copy(replicas, index, has_gradient=has_gradient)
+            else:
+                sums.register_shards(spec, has_gradient=has_gradient)
+            if spec is not None and metrics is not None:
+                metrics.join(spec.group, local(params[index]).device)
+        if is_new_group:
+            sums.register(self._process_group)
+        return sums
+
+    def _joined(self, settings: _Settings) -> Iterator[tuple[int, ShardSpec | None, Group]]:
+        """Yield the parameters in whose sums this rank takes part: index, and the spec or the ranks with copies."""
+        index = -1
+        for group_index, group in enumerate(self._groups):
+            needs_norms = bool(self.specs) and settings.needs_norms(group_index)
+            orthogonalizes = settings.groups[group_index].rule.orthogonalizes
+            for param in group["params"]:
+                index += 1
+                spec = self.specs.get(param)
+                if spec is not None and needs_norms:
+                    yield index, spec, None
+                elif spec is None and orthogonalizes:
+                    _, replicas = sharing_ranks(param, None, self._process_group)
+                    if replicas is not None:
+                        yield index, None, replicas
+
+    def _is_new_group(self, params: Sequence[Tensor]) -> bool:
+        """Return whether ranks that hold copies take their first step together: they compare settings."""
+        group = self._process_group
+        if group is None or group is self._ranks.compared or dist.get_world_size(group) == 1:
+            return False
+        return any(param not in self.specs and not is_dtensor(param) for param in params)
+
+    def _is_shared(self, group: Mapping[str, Any]) -> bool:
+        """Return whether other ranks hold a group's parameters, or parts of them: its first one tells."""
+        if self._process_group is not None or not group["params"]:
+            return bool(group["params"])
+        param = group["params"][0]
+        return param in self.specs or is_dtensor(param) or not self._ranks.shards.is_whole(param)
+
+    def add(self, lists: Sequence[TensorList], rows: slice) -> None:
+        """Add some rows of this rank's sums over shards, and what moves of those."""
+        for tensors in lists:
+            if self.sums is None or tensors.process_group is None:
+                continue
             if tensors.sums is not None:
                 self.sums.add(tensors.process_group, tensors.indices, tensors.sums[rows])
             if tensors.moving is not None:
                 self.sums.add_moving(tensors.process_group, self._units_of(tensors), tensors.moving.flags)
-        self.sums.reduce()
-        for tensors in of_shards:
-            if tensors.moving is not None:
+
+    def reduce(self) -> None:
+        """Make sums over whole parameters of those over shards. Collective."""
+        if self.sums is not None:
+            self.sums.reduce(settings=self._compared)
+        self._ranks.remember(self._groups, self._settings)
+        self._ranks.compared, self._ranks.have_shared = self._process_group, self.sums is not None
+
+    def find_moving(self, lists: Sequence[TensorList]) -> None:
+        """Make flags of whole parameters of those of shards."""
+        for tensors in lists:
+            if self.sums is not None and tensors.process_group is not None and tensors.moving is not None:
                 flags = self.sums.select_moving(tensors.process_group, self._units_of(tensors))
                 tensors.moving = Moving(flags.to(tensors.moving.flags), tensors.moving.units)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep an error of the block, which may have changed something, while other ranks wait for this one.
+
+        They wait in the exchanges of the step, which tell them. Without exchanges, the process ends as with any
+        optimizer, or the next step refuses.
+        """
+        try:
+            yield
+        except Exception as error:
+            exchanges = self._ranks.planner.shared
+            if not exchanges or any(exchange.is_broken for exchange in exchanges):
+                raise
+            traceback.clear_frames(error.__traceback__)  # which hold memory
+            self.error = self.error or error
+            for exchange in exchanges:
+                exchange.has_failed = True
+
+    def conclude(self) -> None:
+        """End the step: raise what this rank has kept, or what others have told. Waits for the device if they could.
+
+        Raises:
+            RuntimeError: a rank has failed after parameters had moved.
+        """
+        message = None if self.error is None else named(self.error)
+        for exchange in self._ranks.planner.shared:
+            message = exchange.tell(message) or message
+        if message is not None:
+            raise RuntimeError(
+                f"{message} (this step had begun to move parameters, so ranks no longer hold the same: go on from the "
+                "last checkpoint)"
+            ) from self.error
 
     def _units_of(self, tensors: TensorList) -> list[int]:
         """Return the numbers by which all ranks know the units in a list of shards."""
@@ -91,7 +385,7 @@ class SharedStep:
         """
         rounds: dict[Any, tuple[Exchange, Round]] = {}
         if self.sums is not None:
-            rounds = self.planner.rounds(self.sums)
+            rounds = self._ranks.planner.rounds(self.sums)
         lists_of: dict[Any, list[TensorList]] = {chunk: [] for chunk in rounds}
         for tensors in lists:
             if tensors.chunk is not None:
@@ -113,12 +407,15 @@ class Chunk(NamedTuple):
             return self.exchange.groups.dtype
         return iteration_dtype(tensors.group, tensors.params[0], tensors.params[0].device)
 
-    def directions(self, momenta: Sequence[Tensor], param_groups: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+    def directions(
+        self, momenta: Sequence[Tensor], param_groups: Sequence[Mapping[str, Any]], error: Exception | None = None
+    ) -> list[Tensor]:
         """Return what this rank holds of the directions of all matrices in the lists. Collective where ranks share.
 
         Args:
             momenta: their first moments, in the dtypes of the iteration.
             param_groups: the optimizer's groups.
+            error: why the first moments of this rank are none, where ranks share them; raised in the end.
         """
         rows = [row_avg_sq for tensors in self.lists for row_avg_sq in tensors.row_avg_sq]
         if self.exchange is None:
@@ -140,8 +437,12 @@ class Chunk(NamedTuple):
 
         indices = [index for tensors in self.lists for index in tensors.indices]
         held = dict(zip(indices, map(Parcel, momenta, rows), strict=True))
-        results = self.exchange.run(self.matrices, held, work)
+        results = self.exchange.run(self.matrices, held, work, error)
         return [results[index].to(momentum.device) for index, momentum in zip(indices, momenta, strict=True)]
+
+
+def _form(sums: GroupSums | None) -> Any:
+    return None if sums is None else sums.form
 
 
 class Ranks:
@@ -150,93 +451,61 @@ class Ranks:
     def __init__(self, param_groups: Sequence[Mapping[str, Any]] = ()) -> None:
         """Remember the parameters of these groups."""
         self.shards = Shards(param_groups)
-        self._planner = MatrixPlanner()
+        self.planner = MatrixPlanner()
+        self.have_shared = False  # the last step
+        self.compared: Group = None  # the process group whose ranks have compared their settings
+        self.checksums: Checksums = {}
+        self._before = _Settings((), has_global_norm=False, has_metrics=False)
+        # What of the groups ranks have agreed on, by their ids, with the groups themselves: ids are used again.
+        self._known: dict[int, tuple[Mapping[str, Any], _OfGroup]] = {}
 
     def begin(
-        self,
-        param_groups: Sequence[Mapping[str, Any]],
-        rules: Sequence[UpdateRule],
-        *,
-        max_grad_norm: float | None,
-        metrics: StepMetrics | None,
-        process_group: Group,
-        model: ModelRef | None,
+        self, param_groups: Sequence[Mapping[str, Any]], *, process_group: Group, model: ModelRef | None
     ) -> SharedStep:
-        """Return what a step shares. Collective where ranks share matrices for the first time.
+        """Return what a step shares; its `plan` follows. Collective where ranks meet for the first time.
 
         Args:
             param_groups: the optimizer's groups.
-            rules: their update rules.
-            max_grad_norm: largest global norm; None for no scaling.
-            metrics: what measures the step; None for nothing.
             process_group: ranks that hold the same whole parameters; None for none.
             model: the model of the optimizer; None if it is not known.
-
-        Raises:
-            RuntimeError: a tensor is a part of something unknown, or a global norm is asked for under DeepSpeed.
         """
-        specs = self._locate(param_groups, rules, max_grad_norm, model)
-        chunk_of: Mapping[int, Any] = {}
-        self._planner.shared = []
-        if any(rule.orthogonalizes for rule in rules):
-            chunk_of = self._planner.assign(param_groups, specs, self.shards.shapes, process_group)
-        shared = SharedStep(specs, chunk_of, self._planner)
-        sharded: list[Tensor] = []  # whose sums this rank adds to those of others
-        for group, rule in zip(param_groups, rules, strict=True):
-            if max_grad_norm is not None or _needs_norms(group, rule, metrics):
-                sharded += [param for param in group["params"] if param in specs]
-        if sharded or self._planner.shared:
-            shared.sums = self._sums(param_groups, rules, rows=1 if max_grad_norm is None else 3)
-            self._register(sharded, specs, shared.sums, metrics)
-        return shared
+        return SharedStep(self, param_groups, process_group=process_group, model=model)
 
-    def _sums(self, param_groups: Sequence[Mapping[str, Any]], rules: Sequence[UpdateRule], *, rows: int) -> GroupSums:
-        """Return sums over whole parameters, which are 0 yet."""
-        params = [param for group in param_groups for param in group["params"]]
+    def settings_of(self, param_groups: Sequence[Mapping[str, Any]], *, has_metrics: bool) -> _Settings:
+        """Return what in some groups decides which sums ranks add up."""
+        has_global_norm = any(group["max_grad_norm"] is not None for group in param_groups)
+        return _Settings(tuple(map(_OfGroup.read, param_groups)), has_global_norm, has_metrics)
+
+    def settings_of_before(self, param_groups: Sequence[Mapping[str, Any]]) -> _Settings:
+        """Return those of the step before; of groups that are new since then, those that they have now.
+
+        DeepSpeed shows a step some of the groups.
+        """
+        groups = []
+        for group in param_groups:
+            known = self._known.get(id(group))
+            groups.append(_OfGroup.read(group) if known is None else known[1])
+        return self._before._replace(groups=tuple(groups))
+
+    def remember(self, param_groups: Sequence[Mapping[str, Any]], settings: _Settings | None = None) -> None:
+        """Remember the settings of groups: what they were made with, or what ranks have agreed on."""
+        self._before = settings or self.settings_of(param_groups, has_metrics=False)
+        for group, of_group in zip(param_groups, self._before.groups, strict=True):
+            self._known[id(group)] = group, of_group
+
+    def replace(self, groups: Sequence[Mapping[str, Any]], replaced: Sequence[Mapping[str, Any]]) -> None:
+        """Give groups the settings that those in whose place torch has put them are known for."""
+        settings = self.settings_of_before(replaced)
+        self._known.clear()
+        self.remember(groups, settings)
+
+    def empty_sums(self, params: Sequence[Tensor], settings: _Settings) -> GroupSums:
+        """Return sums over whole parameters, which are 0 yet, of no process group."""
         count = max(len(self.shards.shapes), len(params))
         unit_counts: list[int] = []
-        if any(rule.normalizes for rule in rules):  # by shape alone, which every rank knows of every parameter
+        if any(of_group.rule.normalizes for of_group in settings.groups):
+            # By shape alone, which every rank knows of every parameter.
             unit_counts = [shape[0] if len(shape) > 2 else 1 for shape in self.shards.shapes]
             unit_counts += [1] * (count - len(unit_counts))
-        return GroupSums(count, rows, local(params[0]).device, unit_counts)
-
-    def _register(
-        self,
-        sharded: Sequence[Tensor],
-        specs: Mapping[Tensor, ShardSpec],
-        sums: GroupSums,
-        metrics: StepMetrics | None,
-    ) -> None:
-        """Say which sums this rank takes part in, and which gradients it has."""
-        for param in sharded:
-            sums.register_shards(specs[param], has_gradient=param.grad is not None)
-            if metrics is not None:
-                metrics.join(specs[param].group, local(param).device)
-        self._planner.register(sums)
-
-    def _locate(
-        self,
-        param_groups: Sequence[Mapping[str, Any]],
-        rules: Sequence[UpdateRule],
-        max_grad_norm: float | None,
-        model: ModelRef | None,
-    ) -> dict[Tensor, ShardSpec]:
-        """Return the specs of the sharded parameters whose norms, directions or 8-bit blocks may be needed."""
-        wanted = []
-        for group, rule in zip(param_groups, rules, strict=True):
-            has_codes = group["state_dtype"] == eight_bits.NAME and group["role"] != "vector"
-            wanted.append(max_grad_norm is not None or rule.corrects or has_codes)
-        specs = self.shards.locate(param_groups, wanted, model)
-        if max_grad_norm is not None and not all(map(is_dtensor, specs)):
-            raise RuntimeError(
-                f"max_grad_norm={max_grad_norm} under DeepSpeed, which steps group by group: set gradient_clipping "
-                "in its JSON, and max_grad_norm=None"
-            )
-        return specs
-
-
-def _needs_norms(group: Mapping[str, Any], rule: UpdateRule, metrics: StepMetrics | None) -> bool:
-    """Return whether a step needs the norms, or the directions, of a group's corrected gradients."""
-    if not rule.corrects:
-        return False
-    return rule.orthogonalizes or group["clip_threshold"] is not None or metrics is not None
+        device = local(params[0]).device if params else torch.device("cpu")
+        return GroupSums(count, 3 if settings.has_global_norm else 1, device, unit_counts)

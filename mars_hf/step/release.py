@@ -33,8 +33,8 @@ class Steppable(Protocol):
 class GradientRelease:
     """Hooks on the parameters of an optimizer, which step them one by one."""
 
-    def __init__(self, optimizer: Steppable, step: Callable[[], None]) -> None:
-        """Hook the parameters; `step` updates those that have a gradient, and may take it."""
+    def __init__(self, optimizer: Steppable, step: Callable[[Exception | None], None]) -> None:
+        """Hook the parameters; `step` updates those that have a gradient, and may take it; all ranks raise an error."""
         self._optimizer = weakref.ref(optimizer)  # parameters that outlive it keep their hooks
         self._step = weakref.WeakMethod(step)
         self._stepped: set[Tensor] = set()
@@ -82,10 +82,11 @@ class GradientRelease:
         if optimizer is None or step is None or param.grad is None:
             return
         reason = self._why_not(param, optimizer)
-        if reason is not None:
-            raise RuntimeError(f"release_gradients=True: {reason}")
+        error = None if reason is None else RuntimeError(f"release_gradients=True: {reason}")
+        if error is not None and not is_dtensor(param):
+            raise error
         with torch.no_grad():
-            step()
+            step(error)
         param.grad = None
         self._stepped.add(param)
 

@@ -92,7 +92,7 @@ def rows_to_reduce(max_grad_norm: float | None) -> slice:
 def find_moving(lists: Sequence[TensorList], max_grad_norm: float | None) -> None:
     """Find what has a gradient other than zero, under rules that normalize; what this rank has not rests with it.
 
-    `SharedStep.reduce` makes flags of whole parameters of those of shards.
+    `SharedStep.find_moving` makes flags of whole parameters of those of shards.
     """
     for tensors in lists:
         if tensors.rule.normalizes and _are_wholes_known(tensors, max_grad_norm):

@@ -31,9 +31,17 @@ def update_matrices(chunk: Chunk, param_groups: Sequence[Mapping[str, Any]], met
         metrics: see `update`.
     """
     momenta: list[Tensor] = []
+    failure: Exception | None = None
     for tensors in chunk.lists:
-        momenta += _advance_momenta(tensors, chunk.iteration_dtype(tensors))
-    directions = chunk.directions(momenta, param_groups)
+        dtype = chunk.iteration_dtype(tensors)
+        try:
+            momenta += _advance_momenta(tensors, dtype)
+        except Exception as error:
+            if chunk.exchange is None:
+                raise
+            failure = error  # the other ranks wait for this one's part
+            momenta += [torch.zeros_like(param, dtype=dtype) for param in tensors.params]
+    directions = chunk.directions(momenta, param_groups, failure)
     del momenta
     for tensors in chunk.lists:
         count = len(tensors.params)

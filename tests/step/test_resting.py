@@ -11,6 +11,7 @@ from test_formulas import references
 from torch import Tensor, nn
 
 from mars_hf import Mars, create
+from mars_hf.arithmetic.resting import find_moving, units_in_one, units_in_stack
 
 NORMALIZING = ["mars-m", "mars-shampoo", "mars-lion"]
 every_normalizing = pytest.mark.parametrize("mars_type", NORMALIZING)
@@ -91,6 +92,50 @@ def test_an_expert_without_tokens(mars_type):
     assert torch.equal(stack[2], before) and torch.equal(stack[1], draw(4, 12, 8)[1])
     for part, module in zip(stack, modules, strict=True):
         torch.testing.assert_close(part, module, rtol=0, atol=1e-5)
+
+
+def test_gradients_that_add_up_to_zero_move():
+    matrix, stack = torch.tensor([[1.0, -1.0]]), torch.tensor([[[1.0, -1.0]], [[0.0, -0.0]]])
+    assert find_moving([matrix, stack], [units_in_one(matrix), units_in_stack(stack)]).tolist() == [1, 1, 0]
+    (param,) = params = made((2, 2))
+    before = param.detach().clone()
+    step(Mars(params, mars_type="mars-lion"), torch.tensor([[1.0, -1.0], [-2.0, 2.0]]))
+    assert (param != before).all()
+
+
+@fused_and_plain
+@pytest.mark.parametrize("order", [(1, 2, 0), (0, 2, 1), (2, 0, 1)])
+def test_an_expert_of_a_stack_in_any_order_of_memory(order, fused):
+    """The right one rests: what is stored first need not be the first expert."""
+    shape = (4, 12, 8)
+    stored = [shape[dim] for dim in order]
+    back = [order.index(dim) for dim in range(3)]
+    param = nn.Parameter(draw(*stored).permute(back))
+    assert param.shape == shape
+    optimizer = Mars([param], lr=0.01, mars_type="mars-lion", fused=fused)
+    for number in range(3):
+        before = param.detach().clone()
+        gradient = draw(*stored, seed=number).permute(back)
+        if number:
+            gradient[2] = 0
+        step(optimizer, gradient)
+        moved = (param != before).flatten(1)
+        assert moved[[0, 1, 3]].all() and moved[2].any() == (number == 0)
+
+
+@every_normalizing
+def test_rest_with_normalized_rows(mars_type):
+    """Rows of a matrix that rests are zeros, which nothing divides by: its weights stay, and are finite."""
+    params = made((6, 4), (3, 6, 4))
+    settings = {} if mars_type == "mars-lion" else {"normalize_rows": 0.9, "ns_dtype": "float32"}
+    optimizer = Mars(params, lr=0.01, mars_type=mars_type, **settings)
+    never, first = (param.detach().clone() for param in params)
+    for number in range(3):
+        gradient = draw(3, 6, 4, seed=number)
+        gradient[1] = 0
+        step(optimizer, torch.zeros(6, 4), gradient)
+    assert torch.equal(params[0], never) and torch.equal(params[1][1], first[1])
+    assert params[1].isfinite().all() and not torch.equal(params[1][0], first[0])
 
 
 @every_normalizing

@@ -21,6 +21,7 @@ from transformers import (
 from transformers.conversion_mapping import get_model_conversion_mapping
 
 import mars_hf
+from mars_hf.training import converted_weights
 from mars_hf.training.converted_weights import restore
 
 SIZES = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 64}
@@ -157,6 +158,30 @@ def test_files_that_lack_weights_stop_the_run(tmp_path):
     del tensors["gpt_neox.final_layer_norm.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(RuntimeError, match=r"GPTNeoXForCausalLM saves .*final_layer_norm\.weight and 0 more are lost"):
+        restore(neox(2), tmp_path)
+
+
+def test_weights_that_are_saved_with_other_values(tmp_path, monkeypatch):
+    """Under their own names: what transformers does not read back as it wrote it stops the run."""
+    expected, model = fill(neox(), 1), fill(neox(), 2)
+    expected.save_pretrained(tmp_path)
+    own = {name: tensor.clone() for name, tensor in expected.state_dict().items()}
+    save_file({name: -tensor for name, tensor in own.items()}, tmp_path / "model.safetensors", {"format": "pt"})
+
+    def negate(model: PreTrainedModel, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        return {name: -tensor for name, tensor in weights.items()}
+
+    monkeypatch.setattr(converted_weights, "revert_weight_conversion", negate)
+    load_as_trainer_does(model, tmp_path)
+    with pytest.raises(RuntimeError, match="are lost"):
+        restore(model, tmp_path)
+
+
+def test_weights_that_are_read_back_wrong(tmp_path, monkeypatch):
+    """Though nothing is reported to be missing."""
+    fill(neox(), 1).save_pretrained(tmp_path)
+    monkeypatch.setattr(converted_weights, "_load", lambda *_: (fill(neox(), 3), {"missing_keys": set()}))
+    with pytest.raises(RuntimeError, match=r"and \d+ more are lost"):
         restore(neox(2), tmp_path)
 
 

@@ -6,7 +6,7 @@ import itertools
 import random
 from collections import defaultdict, namedtuple
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 import pytest
@@ -370,6 +370,72 @@ def test_different_inputs_are_refused(tmp_path, kind, message):
         run.train()
     assert run.state.global_step == 1  # the first step has one pass
     assert "compute_loss" not in vars(run)
+
+
+class Stumbling(mars_hf.MarsTrainer):
+    """Fail once, in the ordinary pass of the third step, after its first micro-batch."""
+
+    stumbles = True
+
+    def compute_loss(self, *args, **kwargs):
+        if self.stumbles and self.state.global_step == 2 and not self.in_stale_pass:
+            if vars(self).setdefault("has_computed", False):
+                self.stumbles = False
+                raise KeyboardInterrupt
+            self.has_computed = True
+        return super().compute_loss(*args, **kwargs)
+
+
+def test_an_interrupted_step_leaves_nothing_for_the_next_run(tmp_path):
+    run = exact_run(tmp_path, gpt2(), kind=Stumbling, max_steps=4, gradient_accumulation_steps=3)
+    with pytest.raises(KeyboardInterrupt):
+        run.train()
+    assert not run._stale_pass._pending  # one of three had its stale pass alone
+    run.train()
+    assert run.state.global_step == 4
+
+
+class Synchronizing(mars_hf.MarsTrainer):
+    """Note in which micro-batches ranks would reduce gradients; a stale pass leaves nothing in lists of its own."""
+
+    seen: ClassVar[list[tuple[bool, bool]]] = []
+
+    def compute_loss(self, *args, **kwargs):
+        type(self).seen.append((self.in_stale_pass, self.accelerator.sync_gradients))
+        return super().compute_loss(*args, **kwargs)
+
+
+def test_stale_gradients_are_reduced_with_the_last_micro_batch(tmp_path, monkeypatch):
+    monkeypatch.setattr(Synchronizing, "seen", [])
+    run = exact_run(tmp_path, gpt2(), kind=Synchronizing, max_steps=2, gradient_accumulation_steps=3)
+    run.train()
+    last = [False, False, True]
+    assert Synchronizing.seen == [(False, is_last) for is_last in last] + [
+        (stale, each) for stale in (True, False) for each in last
+    ]
+
+
+class Drawing(TrainerCallback):
+    """Draw at each step's beginning, after the stale pass."""
+
+    def __init__(self) -> None:
+        self.drawn: list[tuple[float, ...]] = []
+
+    def on_step_begin(self, *args, **kwargs):
+        self.drawn.append((random.random(), numpy.random.rand(), torch.rand(()).item()))
+
+
+def test_what_draws_after_a_stale_pass_draws_as_without_it(tmp_path):
+    def drawn(is_approx: bool) -> list[tuple[float, ...]]:
+        torch.manual_seed(0)
+        model = Noisy(lambda: random.random() + numpy.random.rand() + torch.rand(()))
+        run = exact_run(tmp_path, model, kind=mars_hf.MarsTrainer, settings={"is_approx": is_approx}, max_steps=3)
+        drawing = Drawing()
+        run.add_callback(drawing)
+        run.train()
+        return drawing.drawn
+
+    assert drawn(False)[:2] == drawn(True)[:2]
 
 
 Pair = namedtuple("Pair", "left right")
