@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +31,9 @@ def apply_again(order: Order, args: TrainingArguments) -> list[str]:
     notes = []
     for name, value in changes(order, args).items():
         there = plain(getattr(args, name))
-        if there == value or str(there) == str(value) or name in ("report_to", "disable_tqdm", "save_strategy"):
+        if there == value or str(there) == str(value) or name in ("report_to", "disable_tqdm"):
             continue
-        if name not in ("output_dir", "push_to_hub"):
+        if name not in ("output_dir", "push_to_hub", "save_strategy"):
             notes.append(
                 f"the script set {name}={there!r} in its TrainingArguments afterwards; it was set to {value!r}"
             )
@@ -103,6 +104,6 @@ def _set_made(args: TrainingArguments, name: str, value: Any) -> None:
     kind = type(getattr(args, name))
     if name == "optim":
         value = OptimizerNames(value)
-    elif issubclass(kind, IntervalStrategy):
-        value = IntervalStrategy(value)
+    elif issubclass(kind, Enum):
+        value = kind(value)
     setattr(args, name, value)

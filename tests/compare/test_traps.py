@@ -140,7 +140,9 @@ def test_hard_coded_arguments_and_seeds(tmp_path, capsys):
     net = Net()
     args = arguments(seed=7, data_seed=7, optim="rmsprop", optim_args="alpha=0.9", report_to="all", push_to_hub=True)
     args.learning_rate, args.seed, args.output_dir = 3e-3, 99, "mine"
+    kind = type(args.save_strategy)
     args = dataclasses.replace(args, weight_decay=0.1)
+    args.save_strategy, args.save_steps = kind("steps"), 2
     if os.path.isdir(args.output_dir) and os.listdir(args.output_dir):
         sys.exit(0)
     Trainer(net, args, train_dataset=data(64, 1), eval_dataset=data(32, 2)).train()
