@@ -37,8 +37,9 @@ SCHEDULES: dict[str, Coefficients | Sequence[Coefficients]] = {"quintic": QUINTI
 # see `exchange.CHUNK_ELEMENTS`. On a CPU, batches larger than the caches take up to a third longer.
 MAX_ELEMENTS = 2**27
 BATCH_ELEMENTS_CPU = 2**18
-# From this ratio of columns to rows on, steps are taken on A = X Xᵀ. By products alone, 1.5 would pay.
-GRAM_RATIO = 2
+# From this ratio of columns to rows on, steps are taken on A = X Xᵀ, in 16 bits and in more. By products alone, 1.5
+# would pay.
+GRAM_RATIO, GRAM_RATIO_WIDE = 2, 3
 # On GPUs, which multiply all 16-bit numbers equally fast, bfloat16 takes these steps in float16, which is exacter. Its
 # numbers end at 6e-8: 16 X loses less of what is small.
 HALF_DEVICES, HALF, HALF_SCALE = ("cuda",), torch.float16, 16.0
@@ -225,7 +226,8 @@ def _segments(
     """
     is_half = dtype.itemsize == 2
     # In bfloat16 directions would be less accurate, and CPUs multiply float16 slowly.
-    if cols < GRAM_RATIO * rows or (is_half and device.type not in HALF_DEVICES):
+    ratio = GRAM_RATIO if is_half else GRAM_RATIO_WIDE
+    if cols < ratio * rows or (is_half and device.type not in HALF_DEVICES):
         return [[triple] for triple in coefficients], dtype
     # Errors of A are multiplied by the square of the product of all a. Float16 takes two steps at once, then three, as
     # one large singular value asks for; with five, directions would be off by half and more.

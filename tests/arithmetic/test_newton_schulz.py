@@ -213,8 +213,8 @@ def test_gram_form_in_float16(name, shape, schedule, monkeypatch):
 @pytest.mark.parametrize("schedule", ns.SCHEDULES)
 @pytest.mark.parametrize("name", SPECTRA)
 def test_gram_form_in_float32(name, schedule):
-    """From 2 to 1 on, and wherever bfloat16 rounds away more than ten times as much."""
-    matrix = spectrum(name, 64, 128)
+    """From 3 to 1 on, and wherever bfloat16 rounds away more than ten times as much."""
+    matrix = spectrum(name, 64, 192)
     found = newton_schulz(matrix, schedule, dtype=torch.float32)
     assert distance(found, straight_line(matrix, per_step(schedule))) < 1e-3
 

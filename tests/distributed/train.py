@@ -377,7 +377,7 @@ def states_by_layout(model: nn.Module, mars: mars_hf.Mars) -> Results:
     names = {index: order[key] for key, index in shards._indices.items() if key in order}
     here = []
     for flat, state in mars.state.items():
-        spec = shards.spec_of(flat, 0, mars._watch.reference)
+        spec = shards.spec_of(flat, 0, None if mars._watch is None else mars._watch.reference)
         assert spec is not None
         for shard in spec.shards:
             stretch = slice(shard.start, shard.start + shard.numel)
