@@ -188,8 +188,14 @@ def place_gradients(param_groups: Iterable[Mapping[str, Any]]) -> None:
         param.grad = grad.redistribute(placements=param.placements)
 
 
+def takes_communication(param: Any) -> bool:
+    """Return whether ranks must exchange a gradient to place it like its parameter; a whole one is only cut."""
+    pairs = zip(param.grad.placements, param.placements, strict=True)
+    return any(found != wanted and not found.is_replicate() for found, wanted in pairs)
+
+
 def misplaced(param_groups: Iterable[Mapping[str, Any]]) -> dict[int, Any]:
-    """Return the DTensors whose gradients have other placements, by index: these take communication.
+    """Return the DTensors whose gradients have other placements, by index.
 
     Tensor parallelism leaves some gradients as partial sums, or whole where the parameter is sharded.
 

@@ -21,7 +21,7 @@ from mars_hf.arithmetic.resting import Moving
 from mars_hf.arithmetic.update_rules import UpdateRule, update_rule
 from mars_hf.distributed.exchange import Exchange, Matrix, MatrixPlanner, Parcel, Round, sharing_ranks
 from mars_hf.distributed.norms import GroupSums, named
-from mars_hf.distributed.shards import ModelRef, Shards, misplaced
+from mars_hf.distributed.shards import ModelRef, Shards, misplaced, takes_communication
 from mars_hf.distributed.tensors import Group, ShardSpec, is_dtensor, local
 from mars_hf.groups.settings import GROUP_KEYS
 from mars_hf.kernels import symmetric_products
@@ -220,7 +220,7 @@ class SharedStep:
         has_changed = settings != self._former and _form(self.sums) != _form(self._sums(self._former))
         if self.sums is not None or has_changed:
             self._compared = self._compare(max_grad_norm, metrics, to_place)
-        if has_changed or to_place:
+        if has_changed or any(map(takes_communication, to_place.values())):
             self._agree()
         ranks.planner.shared = []
         if any(rule.orthogonalizes for rule in rules):
