@@ -54,7 +54,16 @@ def test_last_gradients_are_read_where_they_may_clip(form, fused, monkeypatch):
         read[-1] += sum(last.numel() for last in last_grads if last.shape in SHAPES)  # not of the kernels' first check
         return run_sums(backend, gradients, last_grads, **settings)
 
+    run_update = Backend.run_update
+
+    def watched_update(backend: Backend, params: Any, grads: Any, buffers: Any, options: Any) -> Any:
+        squares = run_update(backend, params, grads, buffers, options)
+        for param, square, bound in zip(params, [] if squares is None else squares, options.clip_bounds, strict=False):
+            read[-1] += 0 if square <= bound else param.numel()  # kernels read them for the norm of c
+        return squares
+
     monkeypatch.setattr(Backend, "run_sums", watched)
+    monkeypatch.setattr(Backend, "run_update", watched_update)
     runs = []
     for remembers in (True, False):
         params, mars = make(fused=fused, **form)
