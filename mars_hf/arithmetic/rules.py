@@ -16,6 +16,7 @@ Symbols (paper, arXiv 2411.10438; comments below cite its algorithms and equatio
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -122,7 +123,9 @@ class Options:
     nesterov: float = 0.0  # 0, or gamma for the form that needs no last gradient
     second_moment: str = "corrected"  # averages c^2 in v; "gradient" averages g^2
     rounding: Rounding = NEAREST  # of parameters; "momentum" rounds to nearest
-    clip_bounds: Sequence[float] = ()  # compiled kernels alone: tensors whose <g, g> is above theirs are left out
+    # Compiled kernels alone: with bounds they find the factors, of tensors whose <g, g> is above theirs.
+    clip_bounds: Sequence[float] = ()
+    clip_threshold: float = math.inf  # to which they clip the norm of c
     squares: Tensor | None = None  # these <g, g>, float64; None lets the kernels take them
     moving: Moving | None = None  # what rests under an arithmetic that normalizes; None: nothing
 

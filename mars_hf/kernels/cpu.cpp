@@ -757,47 +757,94 @@ void update_coded_row(const Tensors& tensors, const Scalars<double>& scalars, co
     }
 }
 
-// Without limits, updates all tensors; with them, those where <g, g> is at most the limit. Unless these squares are known,
-// it takes them: in waves, so that a gradient is still in a cache when the update reads it again.
+// What a call clips by itself: tensors whose <g, g> is above their limit, for c may be longer than the threshold there.
+struct Clip {
+    const double* limits;  // one per tensor; null: the scalars have the factors
+    double threshold;
+    double* squares;  // <g, g>, one per tensor
+    bool are_known;   // these; otherwise they are written
+
+    bool may_clip(int64_t i, double square) const { return !(square <= limits[i]); }  // NaN may
+
+    // Whether one pass takes <g, g> and <c, c>: no square is below such a limit.
+    bool takes_both(int64_t i) const { return !are_known && limits[i] < 0; }
+
+    // 1 / max(1, |c_t| / clip_threshold); NaN stays NaN.
+    double factor(double corrected) const {
+        double ratio = std::sqrt(corrected) / threshold;
+        return ratio < 1 ? 1 : 1 / ratio;
+    }
+};
+
+// Writes the clipping factors of the tensors from `first` to `last`. All threads share `squares` and `corrected`, <g, g>
+// and <c, c> of rows; each has factors of its own, from the same totals, so all decide alike.
 template <class T>
-void update(const Tensors& tensors, const Scalars<double>* scalars, const Options& options, const double* limits,
-            bool are_known, double* squares, int64_t threads) {
-    std::unique_ptr<double[]> of_rows(new double[tensors.rows(0, tensors.count)]);
-    double* rows = of_rows.get();
-    bool takes_squares = limits != nullptr && !are_known;
-    int64_t most = takes_squares ? WAVE : INT64_MAX;
-#pragma omp parallel num_threads(useful_threads(tensors, threads))
-    for (int64_t first = 0, last = 0; first < tensors.count; first = last) {
-        for (int64_t size = 0; last < tensors.count && (last == first || size + tensors.size(last) <= most); last++)
-            size += tensors.size(last);
-        if (takes_squares) {
-            share(tensors, first, last, [&](int64_t i, int64_t at, int64_t n, int64_t row) {
-                rows[row] = row_square<T>(tensors, i, at, n);
-            });
-#pragma omp barrier
-        }
-        int64_t current = -1;
-        bool is_below = true;
+void find_factors(const Tensors& tensors, const Scalars<double>* scalars, const Clip& clip, int64_t first,
+                  int64_t last, double* squares, double* corrected, double* factors) {
+    constexpr double UNKNOWN = 0;
+    auto take_corrected = [&](int64_t i, int64_t at, int64_t n, int64_t row) {
+        double sums[SUMS];
+        row_sums<T>(tensors, scalars[i], i, at, n, false, true, sums);
+        corrected[row] = sums[CC];
+    };
+    if (!clip.are_known) {
         share(tensors, first, last, [&](int64_t i, int64_t at, int64_t n, int64_t row) {
-            if (limits != nullptr && current != i) {
-                double scale = scalars[i].scale, square = squares[i];
-                if (takes_squares) square = total(rows + row - at / ROW, tensors.rows(i)) * scale * scale;
-                if (takes_squares && at == 0) squares[i] = square;
-                current = i, is_below = square <= limits[i];
-            }
-            if (!is_below) return;
-            if constexpr (sizeof(T) == 4) {
-                if (tensors.type(EXP_AVG) == INT8) return update_coded_row(tensors, scalars[i], options, i, at, n);
-            }
-            update_row<T>(tensors, scalars[i], options, i, at, n);
+            // <c, c> first: it reads two streams of memory at once, and leaves g in the first-level cache.
+            if (clip.takes_both(i)) take_corrected(i, at, n, row);
+            squares[row] = row_square<T>(tensors, i, at, n);
         });
+#pragma omp barrier
+    }
+    bool lacks_sums = false;
+    for (int64_t i = first, row = tensors.rows(0, first); i < last; row += tensors.rows(i++)) {
+        double scale = scalars[i].scale;
+        double square = clip.are_known ? clip.squares[i] : total(squares + row, tensors.rows(i)) * scale * scale;
+        if (!clip.are_known && omp_get_thread_num() == 0) clip.squares[i] = square;
+        factors[i] = clip.may_clip(i, square) ? UNKNOWN : 1;
+        lacks_sums |= factors[i] == UNKNOWN && !clip.takes_both(i);
+    }
+    if (lacks_sums) {
+        share(tensors, first, last, [&](int64_t i, int64_t at, int64_t n, int64_t row) {
+            if (factors[i] == UNKNOWN && !clip.takes_both(i)) take_corrected(i, at, n, row);
+        });
+#pragma omp barrier
+    }
+    for (int64_t i = first, row = tensors.rows(0, first); i < last; row += tensors.rows(i++))
+        if (factors[i] == UNKNOWN) factors[i] = clip.factor(total(corrected + row, tensors.rows(i)));
+}
+
+// Updates all tensors. A call that clips goes in waves, so that gradients and last gradients are still in a cache when
+// the update reads them again.
+template <class T>
+void update(const Tensors& tensors, const Scalars<double>* scalars, const Options& options, const Clip& clip,
+            int64_t threads) {
+    bool clips = clip.limits != nullptr;
+    int64_t rows = clips ? tensors.rows(0, tensors.count) : 0, most = clips ? WAVE : INT64_MAX;
+    std::unique_ptr<double[]> squares(new double[rows]), corrected(new double[rows]);
+#pragma omp parallel num_threads(useful_threads(tensors, threads))
+    {
+        std::unique_ptr<double[]> factors(new double[tensors.count]);
+        for (int64_t first = 0, last = 0; first < tensors.count; first = last) {
+            for (int64_t size = 0; last < tensors.count && (last == first || size + tensors.size(last) <= most); last++)
+                size += tensors.size(last);
+            if (clips)
+                find_factors<T>(tensors, scalars, clip, first, last, squares.get(), corrected.get(), factors.get());
+            share(tensors, first, last, [&](int64_t i, int64_t at, int64_t n, int64_t) {
+                Scalars<double> own = scalars[i];
+                if (clips) own.clip_factor = factors[i];
+                if constexpr (sizeof(T) == 4) {
+                    if (tensors.type(EXP_AVG) == INT8) return update_coded_row(tensors, own, options, i, at, n);
+                }
+                update_row<T>(tensors, own, options, i, at, n);
+            });
+        }
     }
 }
 
 }  // namespace
 
-// `out`: 4 x count. `limits` and `squares`: one per tensor, or null to update all. `units`: one per tensor, with `flags`,
-// or both null if nothing rests.
+// `out`: 4 x count. `limits`, `threshold`, `squares`, `are_known`: see Clip. `units`: one per tensor, with `flags`, or
+// both null if nothing rests.
 extern "C" void mars_sums(int64_t count, const int64_t* words, const Scalars<double>* scalars, int64_t products,
                           int64_t corrected, double* out, int64_t threads) {
     Tensors tensors{count, words};
@@ -806,11 +853,11 @@ extern "C" void mars_sums(int64_t count, const int64_t* words, const Scalars<dou
 }
 
 extern "C" void mars_update(int64_t count, const int64_t* words, const Scalars<double>* scalars, int64_t rule,
-                            int64_t square_gradient, int64_t stochastic, const double* limits,
-                            int64_t are_known, double* squares, const Units* units, const float* flags,
+                            int64_t square_gradient, int64_t stochastic, const double* limits, double threshold,
+                            double* squares, int64_t are_known, const Units* units, const float* flags,
                             int64_t threads) {
     Tensors tensors{count, words};
     Options options{static_cast<Rule>(rule), square_gradient != 0, stochastic != 0, {units, flags}};
     auto call = tensors.is_double() ? update<double> : update<float>;
-    call(tensors, scalars, options, limits, are_known != 0, squares, threads);
+    call(tensors, scalars, options, {limits, threshold, squares, are_known != 0}, threads);
 }

@@ -130,7 +130,8 @@ def update(
 ) -> Tensor:
     """Update dense tensors as `rules.update` does, in memory order.
 
-    With `clip_bounds` only those whose <g, g> is at most theirs; returns <g, g>, float64, one per tensor.
+    With `clip_bounds` it clips by itself those whose <g, g> is above theirs, and returns <g, g>, float64, one per
+    tensor.
     """
     lr = float(options.lr)
     rates, roots = _bias_corrected(options, lr)
@@ -162,8 +163,9 @@ def update(
     _library().mars_update(
         len(params), descriptor.buffer_info()[0], scalars.buffer_info()[0], ARITHMETICS.index(options.arithmetic),
         options.second_moment == "gradient", bool(options.rounding.seeds), bounds.buffer_info()[0] if bounds else None,
-        options.squares is not None, squares.data_ptr(), units.buffer_info()[0] if units else None,
-        None if flags is None else flags.data_ptr(), torch.get_num_threads(),
+        options.clip_threshold, squares.data_ptr(), options.squares is not None,
+        units.buffer_info()[0] if units else None, None if flags is None else flags.data_ptr(),
+        torch.get_num_threads(),
     )  # fmt: skip
     return squares
 
@@ -233,9 +235,11 @@ def _library() -> Any:
     except (RuntimeError, OSError) as error:
         log.warning_on_machine(f"MARS takes its slower CPU path for the rest of this run. {error}")
         return None
-    word, address = ctypes.c_int64, ctypes.c_void_p
+    word, number, address = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
     library.mars_sums.argtypes = [word, address, address, word, word, address, word]
-    library.mars_update.argtypes = [word, address, address, *[word] * 3, address, word, *[address] * 3, word]
+    library.mars_update.argtypes = [
+        word, address, address, word, word, word, address, number, address, word, address, address, word,
+    ]  # fmt: skip
     library.mars_sums.restype = library.mars_update.restype = None
     return library
 

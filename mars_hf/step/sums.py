@@ -27,7 +27,7 @@ def take_sums(
 ) -> None:
     """Take the sums over each list that needs norms.
 
-    Lists of compiled kernels that clip get bounds from remembered norms instead: `update` sees to the rest.
+    Lists of compiled kernels that clip get bounds from remembered norms instead: the kernels see to the rest.
 
     Args:
         lists: the lists of the step.
@@ -68,7 +68,7 @@ def _needs_corrected(tensors: TensorList, metrics: StepMetrics | None) -> bool:
 
 
 def _can_bound(tensors: TensorList) -> bool:
-    """Return whether remembered norms can bound c: if the update can leave out tensors that may be clipped."""
+    """Return whether remembered norms can bound c: if the update can clip what they do not bound."""
     if tensors.clip_threshold is None or not tensors.last_grad or not tensors.group["is_approx"]:
         return False
     if tensors.backend.name != "compiled" or tensors.process_group is not None:

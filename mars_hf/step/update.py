@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from mars_hf.arithmetic import rules
 from mars_hf.step.lists import TensorList
 from mars_hf.step.metrics import StepMetrics, counted_by
 from mars_hf.step.ranks import Chunk
-from mars_hf.step.sums import CC
 
 # Elements of parameters that are copied at once to measure their change: 256 MiB in float32. A larger one is copied
 # alone.
@@ -129,24 +128,6 @@ def _write(
     )
     if tensors.clip_bounds:
         tensors.squares = squares
-        _write_left_out(tensors, params, arithmetic)
-
-
-def _write_left_out(tensors: TensorList, params: list[Tensor], arithmetic: str) -> None:
-    """Update the entries above their bounds, which may be clipped: now their norms are taken."""
-    assert tensors.squares is not None and tensors.clip_threshold is not None
-    positions = []
-    for position, (square, bound) in enumerate(zip(tensors.squares.tolist(), tensors.clip_bounds, strict=True)):
-        if not square <= bound:  # NaN is above, too
-            positions.append(position)
-    if not positions:
-        return
-    left = replace(tensors.select(positions), clip_bounds=[], squares=None)
-    sums = left.run_sums(products=False)
-    left.factors = rules.clip_factors(sums[CC], tensors.clip_threshold)
-    writes_momenta = arithmetic == "momentum"  # else parameters
-    rounding = rules.NEAREST if writes_momenta else _rounding(left)
-    _write(left, [params[position] for position in positions], arithmetic, rounding)
 
 
 def _options(tensors: TensorList, arithmetic: str, rounding: rules.Rounding) -> rules.Options:
@@ -168,6 +149,7 @@ def _options(tensors: TensorList, arithmetic: str, rounding: rules.Rounding) -> 
         second_moment=group["second_moment"],
         rounding=rounding,
         clip_bounds=tensors.clip_bounds,
+        clip_threshold=math.inf if tensors.clip_threshold is None else float(tensors.clip_threshold),
         squares=tensors.squares,
         moving=tensors.moving,
     )

@@ -76,48 +76,58 @@ def test_threads_change_no_bit():
 
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("threads", [1, 2])
-def test_tensors_above_their_bound_are_left_out(known, threads, monkeypatch):
-    """Of tensors in several waves, those whose <g, g> is at most their bound take the usual update, others none."""
+def test_tensors_above_their_bound_are_clipped(known, threads, monkeypatch):
+    """Of tensors in several waves, those whose <g, g> is at most their bound take the usual update, however long c is.
+
+    Others take the one by factors of their <c, c>, to the bit; a bound below zero, or a gradient with NaN, is no bound.
+    """
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    sizes = [3, 700_000, 0, 5000, 600_000, 9000, 1_100_000, 17, 8]
+    sizes = [3, 700_000, 0, 5000, 600_000, 9000, 1_100_000, 17, 8, 20_000, 6000]
     lists, updated = (problem(sizes, "cpu", without=("max_exp_avg_sq",), gradients=torch.bfloat16) for _ in range(2))
     for one in (lists, updated):
         one["gradients"][5][4321] = torch.nan
-    before = [tensor.clone() for tensor in lists["params"]]
+        one["gradients"][10].mul_(1e-6)  # short enough
+        one["last_grad"][10].mul_(1e-6)
     scale = torch.tensor(-0.5)
     squares = torch.stack([(0.5 * gradient.double()).square().sum() for gradient in lists["gradients"]])
-    clip_bounds = (squares * torch.tensor([1.01, 0.99, 1, 1.01, 1.01, 1, 1.01, 0, -1], dtype=torch.float64)).tolist()
-    run(updated, scale=scale)
+    of_square = torch.tensor([1.01, 0.99, 1, 1.01, 1.01, 1, -1, 0, -1, -1, 0], dtype=torch.float64)
+    above, threshold = [1, 5, 6, 7, 8, 9, 10], 1.7
+    corrected = compiled.sums(lists["gradients"], lists["last_grad"], scale=scale, k=STEP["k"])[3]
+    assert (corrected[[1, 3, 4, 6, 7, 8, 9]] > threshold**2).all() and corrected[10] < threshold**2
+    factors = torch.ones(len(sizes), dtype=torch.float64)
+    factors[above] = rules.clip_factors(corrected[above], threshold)
+    expected = run(updated, scale=scale, factors=factors)
     settings = {
         **STEP,
         "arithmetic": "adamw",
         "steps": [1.0] * len(sizes),
         "lr": 0.01,
         "scale": scale,
-        "clip_bounds": clip_bounds,
+        "clip_bounds": (squares * of_square).tolist(),
+        "clip_threshold": threshold,
     }
     options = rules.Options(**settings, squares=squares if known else None)
     taken = compiled.update(lists["params"], lists["gradients"], buffers_of(lists), options)
     torch.testing.assert_close(taken, squares, rtol=1e-6, atol=0, equal_nan=True)
-    left = (1, 5, 7, 8)
-    for place, (param, start, end) in enumerate(zip(lists["params"], before, updated["params"], strict=True)):
-        assert torch.equal(param, start if place in left else end)
+    for found, wanted in zip([tensor for tensors in lists.values() for tensor in tensors], expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=0, equal_nan=True)
 
 
-def test_no_thread_updates_before_all_squares_are_there(monkeypatch):
+def test_no_thread_updates_before_all_sums_are_there(monkeypatch):
     """The first thread's rows are done early: the second one's overflow float32, and are summed twice."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     size = 2**20
     lists = problem([size], "cpu")
     small, large = (torch.full((size,), 1e-3) for _ in range(2))
     large[size // 2 :] = 1e30
-    for _ in range(6):
-        for gradient, is_updated in ((small, True), (large, False)):  # memory that is reused holds small squares
-            before = lists["params"][0].clone()
-            lists["gradients"] = [gradient]
-            run(lists, clip_bounds=[1e3])
-            changed = lists["params"][0] != before
-            assert bool(changed.any()) == bool(changed.float().mean() > 0.9) == is_updated
+    for bound in 3 * [1e3, 0.0, -1.0]:
+        for gradient in (small, large):  # memory that is reused holds small sums
+            alone, together = ({name: list(map(torch.clone, lists[name])) for name in lists} for _ in range(2))
+            ends = []
+            for one, threads in ((alone, 1), (together, 2)):
+                monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+                one["gradients"] = [gradient]
+                ends.append(run(one, clip_bounds=[bound], clip_threshold=2.0))
+            assert all(map(torch.equal, *ends))
 
 
 def test_default_device_changes_nothing():
