@@ -309,7 +309,10 @@ def test_another_optimizer_and_a_checkpoint_of_mars(tmp_path, checkpoints, make,
         settings["optimizers"] = (torch.optim.AdamW([{"params": params[:10]}, {"params": params[10:]}]), None)
     run = make(arguments(tmp_path), model, **settings)
     where = "step 2 of MARS" if has_named_steps else "MARS saved the checkpoint of step 2, and AdamW would resume"
-    with pytest.raises((ValueError, RuntimeError), match=rf"{where}.*optim='mars_adamw'.*from_pretrained"):
+    message = rf"{where}.*optim='mars_adamw'.*from_pretrained"
+    if make is mars_trainer and not has_named_steps:
+        message = "the optimizer that would step is AdamW, not Mars"
+    with pytest.raises((ValueError, RuntimeError), match=message):
         run.train(resume_from_checkpoint=checkpoint)
     mars_trainer(arguments(tmp_path), gpt2()).train(resume_from_checkpoint=checkpoint)
 

@@ -317,7 +317,7 @@ def test_axolotl_plugin(tmp_path, monkeypatch, kind, optim, is_exact):
     for name in ("", ".integrations", ".integrations.base", ".core", ".core.builders", ".core.builders.base"):
         stand_in = SimpleNamespace(BasePlugin=Axolotl, TrainerBuilderBase=Axolotl)
         monkeypatch.setitem(sys.modules, f"axolotl{name}", stand_in)
-    monkeypatch.setattr(log, "_logger", log._logger)  # which the plugin replaces
+    monkeypatch.setattr(log, "_name", log._name)  # which the plugin replaces
     monkeypatch.setitem(sys.modules, "mars_hf.training.axolotl", None)  # its base class is the stand-in
     del sys.modules["mars_hf.training.axolotl"]
     builder, plugin = Axolotl(), mars_hf.AxolotlPlugin()
