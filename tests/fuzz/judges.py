@@ -321,6 +321,8 @@ def step(entry: Entry, g: Tensor, group: Mapping[str, Any], *, double: bool, sca
         settings |= {name: group[name] for name in ("clip_threshold", "amsgrad", "second_moment", "weight_decay_mode")}
         x = near("x", entry.x + kept.get("compensation", zeros) if is_kahan else entry.x)
         line = Reference(x, rule=rule, betas=tuple(map(float, group["betas"])), **settings)
+        # Decoupled decay goes by the largest rate so far, which the group keeps.
+        line.initial_lr = max(settings["lr"], float(group.get("peak_lr", 0.0)))
         line.t = int(kept.get("step", 0))
         line.m, line.v, line.v_max = (near(key, kept.get(key, zeros)) for key in MOMENTS)
         line.last = near("last_grad", kept.get("last_grad", zeros), u + (SCALES if scaled else 0.0))
