@@ -275,6 +275,6 @@ def test_short_answer_is_of_both_texts():
         behind += [losses["nadamw 0.8"] - min(loss for arm, loss in losses.items() if "adamw" in arm)]
     text = " ".join(LINES)
     assert f"end {min(leads):.2f} to {max(leads):.2f} nats per token below AdamW at its best `beta1`" in text
-    assert f"Muon and MARS-M end {min(leads):.2f} lower" in text
+    assert f"MARS-M and Muon end {min(leads):.2f} nats per token below" in text
     assert f"at most {max(behind):.3f} above the lowest mean loss on both texts" in text
     assert all(row.endswith(", no |") for row in answers("betas_headers") if row.startswith("| mars_adamw"))
