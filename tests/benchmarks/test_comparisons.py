@@ -276,5 +276,5 @@ def test_short_answer_is_of_both_texts():
     text = " ".join(LINES)
     assert f"end {min(leads):.2f} to {max(leads):.2f} nats per token below AdamW at its best `beta1`" in text
     assert f"MARS-M and Muon end {min(leads):.2f} nats per token below" in text
-    assert f"at most {max(behind):.3f} above the lowest mean loss on both texts" in text
+    assert f"within {max(behind):.3f} of the best elementwise rule on both texts" in text
     assert all(row.endswith(", no |") for row in answers("betas_headers") if row.startswith("| mars_adamw"))
