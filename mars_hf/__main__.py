@@ -94,19 +94,19 @@ def _run(parser: _Parser, script: str, arguments: list[str], *, is_module: bool)
     replace_trainer()
     from mars_hf.training.guard import StepWatch
 
-    watch = StepWatch.of_process()
     sys.argv = [script, *arguments]
-    try:
-        if is_module:
-            _run_module(parser, script)
-        else:
-            sys.path[0] = os.path.dirname(os.path.abspath(script))
-            runpy.run_path(script, run_name="__main__")
-    except SystemExit as end:  # as of scripts that end with sys.exit(main())
-        if end.code in (0, None):
-            _require_mars(watch, script, arguments)
-        raise
-    _require_mars(watch, script, arguments)
+    with StepWatch.of_process() as watch:
+        try:
+            if is_module:
+                _run_module(parser, script)
+            else:
+                sys.path[0] = os.path.dirname(os.path.abspath(script))
+                runpy.run_path(script, run_name="__main__")
+        except SystemExit as end:  # as of scripts that end with sys.exit(main())
+            if end.code in (0, None):
+                _require_mars(watch, script, arguments)
+            raise
+        _require_mars(watch, script, arguments)
 
 
 def _run_module(parser: _Parser, name: str) -> None:

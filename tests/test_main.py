@@ -11,6 +11,7 @@ from pathlib import Path
 
 import helpers
 import pytest
+import torch
 
 import mars_hf
 from mars_hf.__main__ import main
@@ -231,6 +232,9 @@ def test_script_with_a_syntax_error(text, part, tmp_path, monkeypatch, capsys):
 def test_wrong_command_lines(argv, part, capsys):
     line = refused(capsys, *argv)
     assert line.startswith("python -m mars_hf: ") and part in line
+    weight = torch.nn.Parameter(torch.ones(1))
+    weight.grad = torch.ones(1)
+    torch.optim.AdamW([weight]).step()  # nothing watches this process any more
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zipfile
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,8 @@ from mars_hf.groups.settings import check_arguments
 from mars_hf.optimizer import EXTENSIONS, Mars
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from transformers import TrainerState, TrainingArguments
 
 _MARK = "mars_hf"  # among the states of callbacks in trainer_state.json
@@ -38,13 +41,19 @@ class StepWatch:
         self._others: list[str] = []  # names of the classes that have taken steps
 
     @classmethod
-    def of_process(cls) -> StepWatch:
-        """Watch all optimizers of this process from now on."""
+    @contextmanager
+    def of_process(cls) -> Iterator[StepWatch]:
+        """Watch all optimizers of this process until the block ends."""
         watch = cls()
         EXTENSIONS["torch"] = watch._note_made
         _compat.OWN_HOOKS.append(watch)
-        register_optimizer_step_pre_hook(watch)
-        return watch
+        hook = register_optimizer_step_pre_hook(watch)
+        try:
+            yield watch
+        finally:
+            hook.remove()
+            _compat.OWN_HOOKS.remove(watch)
+            del EXTENSIONS["torch"]
 
     def _note_made(self) -> None:
         self._mars_is_made = True
