@@ -181,6 +181,8 @@ def process(command: list[str]) -> str:
     """Run a command in a process of its own; return its output."""
     program = {"python": [sys.executable], "accelerate": [sys.executable, "-m", "accelerate.commands.accelerate_cli"]}
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    if command[:2] == ["accelerate", "launch"]:  # on a free port: other tests launch, too
+        command = [*command[:2], "--main_process_port", "0", *command[2:]]
     finished = subprocess.run(
         [*program[command[0]], *command[1:]], capture_output=True, text=True, env=environment, timeout=300
     )

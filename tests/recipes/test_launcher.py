@@ -72,7 +72,8 @@ def workers_of(process: psutil.Process) -> list[psutil.Process]:
 def test_killed_launcher_leaves_no_workers(tokens, tmp_path, count, seconds):
     """They would import torch, and then wait for the launcher's store for minutes."""
     config = ROOT / "accelerate_configs" / "cpu_ddp.yaml"
-    words = ["-m", "accelerate.commands.launch", "--config_file", config, SCRIPT, *TINY, "--data_dir", tokens]
+    words = ["-m", "accelerate.commands.launch", "--config_file", config, "--main_process_port", "0"]
+    words += [SCRIPT, *TINY, "--data_dir", tokens]
     process = psutil.Popen([sys.executable, *map(str, words), "--output_dir", str(tmp_path / "run")])
     while len(workers_of(process)) < count:
         time.sleep(0.001)

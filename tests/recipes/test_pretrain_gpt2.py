@@ -55,6 +55,7 @@ def launch(*argv: object, config: str = "single_cpu", script: Path = SCRIPT, cod
     environment = {**os.environ, **variables}
     environment["PYTHONPATH"] = os.pathsep.join([str(SCRIPT.parent), os.environ.get("PYTHONPATH", "")])
     words = ["-m", "accelerate.commands.launch", "--config_file", ROOT / "accelerate_configs" / f"{config}.yaml"]
+    words += ["--main_process_port", "0"]  # a free one: others launch, too
     command = [sys.executable, *map(str, [*words, script, *argv])]
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert ended.returncode == code, ended.stderr[-3000:]

@@ -55,6 +55,7 @@ def test_the_others_end_when_one_of_three_is_killed(tmp_path):
     data, output = kill.prepare(tmp_path), tmp_path / "run"
     config = str(kill.ROOT / "accelerate_configs" / "cpu_ddp.yaml")
     launcher = ["-m", "accelerate.commands.launch", "--config_file", config, "--num_processes", "3"]
+    launcher += ["--main_process_port", "0"]  # a free one: other tests launch, too
     argv = ["--use_cpu", "true", "--save_steps", "10", "--max_steps"]
     process, deadline = kill.start(output, data, [*argv, "4000"], launcher), time.monotonic() + 300
     while not list(output.glob("checkpoint-*/manifest.json")):
