@@ -12,11 +12,18 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
+import mars_hf
 from mars_hf.groups.settings import SETTINGS
 
 ROOT = Path(__file__).resolve().parent.parent
 # The beginning of a path, as pages and the changelog write it -> where the site has it.
 _MOVED = {"../benchmarks/results/": "images/results/", "../CHANGELOG.md": "changelog.md", "docs/": ""}
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """State the version below every page."""
+    config.copyright = f"mars_hf {mars_hf.__version__}"
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

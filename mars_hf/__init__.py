@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from mars_hf.training.registry import factory, register
     from mars_hf.training.trainer import MarsTrainer, with_mars
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 
 # Loaded when first used, because transformers takes seconds to import.
 _LAZY = {

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+import mars_hf
 from mars_hf import log
 from mars_hf.groups import suggest
 
@@ -39,6 +40,7 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: list[str] | None = None) -> None:
     """Run a command line; `argv` is without the program's name, None takes sys.argv's."""
     parser = _Parser(prog="python -m mars_hf", epilog=_EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--version", action="version", version=f"mars_hf {mars_hf.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     run = commands.add_parser("run", help="run a script with --optim mars_adamw, ..., and all of MarsTrainer")
     run.add_argument("-m", dest="module", action="store_true", help="SCRIPT is a module, as in python -m")

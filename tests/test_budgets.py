@@ -33,7 +33,7 @@ ROOT = PACKAGE.parent
 # Files, and lines with C++.
 COMPARE = "mars_hf/compare"
 ROOMS = {
-    "mars_hf": (62, 15_200),
+    "mars_hf": (62, 15_300),  # `suggest` as a table of the terminal
     COMPARE: (20, 2_750),
     "recipes": (38, 5_100),
     "tests": (125, 30_500),

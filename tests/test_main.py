@@ -198,7 +198,13 @@ def refused(capsys, *argv: str) -> str:
 
 def test_no_command_is_a_call_for_help(capsys):
     main([])
-    assert capsys.readouterr().out.startswith("usage: python -m mars_hf [-h] COMMAND")
+    assert capsys.readouterr().out.startswith("usage: python -m mars_hf [-h] [--version] COMMAND")
+
+
+def test_version_of_the_command(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0 and capsys.readouterr().out == f"mars_hf {mars_hf.__version__}\n"
 
 
 @pytest.mark.parametrize(

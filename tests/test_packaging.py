@@ -22,8 +22,10 @@ from helpers import needs_compiler
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
+from pretraining.compare import launch
 
 import mars_hf
+from mars_hf.compare import page as comparison_page
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -196,6 +198,21 @@ def test_pages_and_hooks_have_the_pinned_versions() -> None:
         assert re.findall(r"pip install torch==(\S+)", read(page)) == [str(newest["torch"])], page
     revisions = {repo["repo"]: repo.get("rev") for repo in load(ROOT / ".pre-commit-config.yaml")["repos"]}
     assert revisions["https://github.com/astral-sh/ruff-pre-commit"] == f"v{newest['ruff']}"
+
+
+def test_version_follows_the_changelog() -> None:
+    """Unreleased changes have a version of development, later than the last release."""
+    titles = re.findall(r"^## (.+)$", read("CHANGELOG.md"), re.MULTILINE)
+    last = Version(next(title.partition(" - ")[0] for title in titles if title != "Unreleased"))
+    ours = Version(mars_hf.__version__)
+    assert ours.is_devrelease == (titles[0] == "Unreleased")
+    assert ours > last if ours.is_devrelease else ours == last
+
+
+def test_pages_and_results_have_this_version() -> None:
+    assert re.findall(r"\*\*Status: beta\*\*, version (\S+)\. ", read("README.md")) == [mars_hf.__version__]
+    assert SETTINGS["metadata"]["version"] == "attr: mars_hf.__version__"
+    assert launch.describe_machine()["mars_hf"] == comparison_page.describe_machine()["mars_hf"] == mars_hf.__version__
 
 
 def test_citation_names_this_version_and_both_papers() -> None:

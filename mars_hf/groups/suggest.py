@@ -122,6 +122,32 @@ USUAL_RATES = {"from scratch": 3e-4, "all weights of a pretrained model": 2e-5, 
 
 def table() -> str:
     """Return, as a table in Markdown, AdamW's usual rates and what becomes of them, by rule and betas."""
+    header, *rows = _cells()
+    lines = [header, ["---"] * _WORDS + ["---:"] * (len(header) - _WORDS), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def aligned_table() -> str:
+    """Return the same table as plain text of at most 80 columns: words to the left, numbers to the right."""
+    header, *rows = _cells()
+    wrapped = [textwrap.wrap(title, 10) for title in header]
+    height = max(map(len, wrapped))
+    titles = zip(*([""] * (height - len(title)) + title for title in wrapped), strict=True)
+    cells = [*map(list, titles), *rows]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for row in cells:
+        words = map(str.ljust, row[:_WORDS], widths)
+        numbers = map(str.rjust, row[_WORDS:], widths[_WORDS:])
+        lines.append("  ".join([*words, *numbers]).rstrip())
+    return "\n".join(lines)
+
+
+_WORDS = 2  # columns of words, before those of numbers
+
+
+def _cells() -> list[list[str]]:
+    """Return the cells of the table, with its header."""
     adamw = first_moment_rms(_ADAMW_BETA1)
     default = "({:g}, {:g}), the default".format(*DEFAULTS["betas"])
     gamma = DEFAULTS["gamma"]
@@ -132,14 +158,13 @@ def table() -> str:
         ("mars-m, muon", default, adamw / update_rms("mars-m", beta1=0.95, gamma=gamma)),
         ("mars-lion", "AdamW's", adamw / update_rms("mars-lion", beta1=0.9, gamma=gamma)),
     ]
-    lines = ["| rule | betas | times AdamW's rate | " + " | ".join(USUAL_RATES) + " |"]
-    lines.append("| --- | --- |" + " ---: |" * (1 + len(USUAL_RATES)))
+    cells = [["rule", "betas", "times AdamW's rate", *USUAL_RATES]]
     for rule, betas, factor in rows:
         rates = [_rate(factor * rate) for rate in USUAL_RATES.values()]
         if rule.startswith("mars-m"):  # fine-tuned, its best rate in our search was 12.5 times as high
             rates[1:] = ["search"] * 2
-        lines.append(f"| {rule} | {betas} | {factor:.2g} | {' | '.join(rates)} |")
-    return "\n".join(lines)
+        cells.append([rule, betas, f"{factor:.2g}", *rates])
+    return cells
 
 
 def _rate(rate: float) -> str:
@@ -183,6 +208,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     needing = ", ".join(filter(depends_on_width, MARS_TYPES))
     add("--width", type=int, help=f"width of the model; left out without: {needing}")
     add("--rule", type=lambda text: text.replace("_", "-"), choices=(*MARS_TYPES, MUON), help="one rule only")
+    add("--markdown", action="store_true", help="the table of usual rates as Markdown source")
 
 
 def run(options: argparse.Namespace) -> str:
@@ -190,10 +216,14 @@ def run(options: argparse.Namespace) -> str:
     lr, width = options.adamw_lr, options.width
     if lr is None:
         return _table_alone(options)
+    if options.markdown:
+        raise ValueError("--markdown is for the table, which --adamw-lr leaves out; drop one of them")
     betas, decay = _betas_and_decay(options)
     _check_ranges(lr, betas, decay, width)
     rules = [options.rule] if options.rule else [rule for rule in MARS_TYPES if width or not depends_on_width(rule)]
     texts = [_forms(suggest(rule, lr, betas, decay, width=width)) for rule in rules]
+    if not options.rule and not width:
+        texts.append(f"left out without --width: {', '.join(filter(depends_on_width, MARS_TYPES))}")
     if "mars-m" in rules:
         texts.insert(0, "\n".join(_MARS_M))
     return "\n\n".join(texts)
@@ -223,7 +253,7 @@ def _table_alone(options: argparse.Namespace) -> str:
         value = getattr(options, name)
         if value is not None and value is not False:
             raise ValueError(f"--{name.replace('_', '-')} needs --adamw-lr; without both, there is a table")
-    return table()
+    return table() if options.markdown else aligned_table()
 
 
 def _betas_and_decay(options: argparse.Namespace) -> tuple[tuple[float, float], float]:

@@ -475,7 +475,9 @@ def test_site_builds(tmp_path):
     assert [name for name in SETTINGS if f'<code id="{name}">' not in page] == []
     loads = re.compile(r"""<(?:script|link|img)\b[^>]*?(?:src|href)=["']?(https?://[^"'\s>]+)""")
     for page in tmp_path.rglob("*.html"):
-        assert loads.findall(page.read_text(encoding="utf-8")) == [], page
+        html = page.read_text(encoding="utf-8")
+        assert loads.findall(html) == [], page
+        assert f"mars_hf {mars_hf.__version__}" in html or page.name == "404.html", page
     assert (tmp_path / "changelog" / "index.html").is_file()
     shown = re.findall(r"benchmarks/results/(\w+\.png)", PAGES["speed.md"].read_text(encoding="utf-8"))
     assert shown and all((tmp_path / "images" / "results" / name).is_file() for name in shown)

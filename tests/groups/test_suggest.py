@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 
 import pytest
@@ -143,7 +144,7 @@ def test_adamw_rates_that_cannot_be(settings, message, monkeypatch):
 
 
 def test_suggest_table(capsys):
-    main(["suggest"])
+    main(["suggest", "--markdown"])
     text = capsys.readouterr().out
     assert text == table() + "\n" and text.splitlines()[0].endswith("| LoRA adapters |")
     for line in text.splitlines()[2:]:
@@ -153,6 +154,18 @@ def test_suggest_table(capsys):
                 assert rate.strip() == "search"
                 continue
             assert float(rate) == pytest.approx(float(factor) * of_adamw, rel=0.05)
+
+
+def test_suggest_prints_an_aligned_table(capsys):
+    """Its cells are those of the Markdown; words begin and numbers end below each other, within 80 columns."""
+    main(["suggest"])
+    lines = capsys.readouterr().out.removesuffix("\n").split("\n")
+    titles, _, *rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table().splitlines()]
+    header = " ".join(" ".join(lines[: -len(rows)]).split())
+    assert sorted(header.split()) == sorted(" ".join(titles).split())
+    assert [re.split(r" {2,}", line) for line in lines[-len(rows) :]] == rows
+    assert {len(line) for line in lines[-len(rows) - 1 :]} == {max(map(len, lines))} and len(lines[-1]) <= 80
+    assert {line.index(f"  {betas}  ") for line, (_, betas, *_) in zip(lines[-len(rows) :], rows, strict=True)} == {12}
 
 
 @pytest.mark.parametrize("gamma", [0.0, 0.025, 0.1])
@@ -206,7 +219,8 @@ def test_suggest_one_rule(capsys):
     # 3e-4 sqrt(0.1 / 1.9), 0.1 * 3e-4 / 6.88e-5
     assert "--optim mars_lion --learning_rate 6.88e-05 --weight_decay 0.436 " in text
     text = printed(capsys)
-    assert "\nmars-m\n" in text and "mars-shampoo" not in text
+    assert "\nmars-m\n" in text and "mars-shampoo\n  --optim" not in text
+    assert text.endswith("\nleft out without --width: mars-shampoo\n")
 
 
 def test_stated_betas_are_printed_with_their_digits(capsys):
