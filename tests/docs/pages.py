@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from helpers import Blocks, arguments, gpt2
 from tokenizers import Tokenizer, models
 from tokenizers.pre_tokenizers import Whitespace
 from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 import mars_hf
 
@@ -31,7 +32,7 @@ class Block(NamedTuple):
     line: int  # of its first line of code
     language: str
     text: str
-    directive: str  # the HTML comment on the line before it: says what the text below a Python example is
+    directive: str  # the HTML comment on the line before it: what a text below an example is, what an example needs
 
 
 def blocks(page: str) -> list[Block]:
@@ -98,9 +99,29 @@ def save_small_llama(folder: Path) -> None:
     """Write a tiny Llama and a tokenizer of numbers, to stand for a model of the Hub."""
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64, bos_token_id=0, eos_token_id=0)).save_pretrained(folder)
+    _save_tokenizer(folder)
+
+
+def save_small_qwen3(folder: Path) -> None:
+    """Write a tiny Qwen3 whose tokenizer knows chats; its matrices are large enough to be quantized."""
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Qwen3Config(**sizes, num_key_value_heads=1, head_dim=32, vocab_size=64, bos_token_id=0, eos_token_id=0)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    _save_tokenizer(folder, chat_template="{% for message in messages %}{{ message['content'] + ' ' }}{% endfor %}")
+
+
+def save_chats(folder: Path) -> None:
+    """Write sixteen chats of numbers, to stand for a data set of the Hub."""
+    chat = [{"role": "user", "content": "1 2 3 4"}, {"role": "assistant", "content": "5 6 7 8"}]
+    folder.mkdir(parents=True)
+    (folder / "train.jsonl").write_text(f"{json.dumps({'messages': chat})}\n" * 16, encoding="utf-8")
+
+
+def _save_tokenizer(folder: Path, **settings: str) -> None:
     tokenizer = Tokenizer(models.WordLevel({str(index): index for index in range(64)}, unk_token="0"))
     tokenizer.pre_tokenizer = Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="0", pad_token="1").save_pretrained(folder)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="0", pad_token="1", **settings)
+    fast.save_pretrained(folder)
 
 
 def save_zero_checkpoint(folder: Path) -> None:

@@ -9,7 +9,7 @@ import argparse
 import configparser
 import contextlib
 import dataclasses
-import importlib
+import importlib.util
 import io
 import json
 import logging
@@ -118,9 +118,14 @@ def test_python_examples(page, place, logged, monkeypatch):
     if page == "README.md":
         pages.save_small_llama(Path("HuggingFaceTB/SmolLM2-135M-Instruct"))
         Path("train.txt").write_text("1 2 3 4 5\n" * 8, encoding="utf-8")
+    if page == "trl_peft.md":
+        pages.save_small_qwen3(Path("Qwen/Qwen3-0.6B"))
+        pages.save_chats(Path("trl-lib/Capybara"))
     if page == "resuming.md":
         gpt2().save_pretrained("out/checkpoint-500")
     for block in blocks(page):
+        if block.directive == "bitsandbytes":
+            continue  # test_quantized_example runs it
         if block.language == "python":
             output = io.StringIO()
             source = "\n" * (block.line - 1) + block.text  # so that tracebacks have the page's line numbers
@@ -138,6 +143,29 @@ def test_python_examples(page, place, logged, monkeypatch):
         plugin = plugins.optimizers_map["mars"]()
         plugin.args, plugin.trainer = names["args"], SimpleNamespace(model=gpt2())
         assert isinstance(plugin.create_optimizer(), mars_hf.Mars)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("bitsandbytes") is None, reason="no extra brings bitsandbytes")
+@pytest.mark.parametrize("bits", [4, 8])
+def test_quantized_example(bits, place, logged):
+    """TRL makes the adapters of a quantized model bfloat16; Kahan's rounding keeps their updates, and nothing warns."""
+    pages.save_small_qwen3(Path("Qwen/Qwen3-0.6B"))
+    pages.save_chats(Path("trl-lib/Capybara"))
+    names = pages.names(place)
+    first, quantized, *_ = [block.text for block in blocks("trl_peft.md") if block.language == "python"]
+    exec(first, names)
+    logged.clear()
+    call = quantized[quantized.index("BitsAndBytesConfig(\n") :].partition("\n)\n")[0] + "\n)"
+    if bits == 8:
+        quantized = quantized.replace(call, "BitsAndBytesConfig(load_in_8bit=True)")
+        quantized = quantized.replace('"rounding": "kahan"', '"rounding": "kahan", "state_dtype": "8bit"')
+    exec(quantized, names)
+    kinds = {type(module).__name__ for module in names["trainer"].model.modules()}
+    assert ("Linear4bit" if bits == 4 else "Linear8bitLt") in kinds
+    groups = names["trainer"].optimizer.optimizer.param_groups
+    assert {param.dtype for group in groups for param in group["params"]} == {torch.bfloat16}
+    assert any(message.startswith("mars-adamw ") for message in logged)
+    assert not any("do not move" in message for message in logged)
 
 
 @pytest.mark.slow
