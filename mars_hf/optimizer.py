@@ -48,7 +48,7 @@ from mars_hf.step.lists import TensorList, build_lists
 from mars_hf.step.metrics import StepMetrics
 from mars_hf.step.ranks import Ranks, SharedStep
 from mars_hf.step.release import GradientRelease
-from mars_hf.step.sums import find_moving, forget_if_all_move, rows_to_reduce, set_factors, take_sums
+from mars_hf.step.sums import find_moving, rows_to_reduce, set_factors, take_sums
 from mars_hf.step.update import count_steps, note_peaks, update, update_matrices
 
 # Labels of groups that a model's modules and names give.
@@ -514,15 +514,15 @@ class Mars(torch.optim.Optimizer):
                     self._reject_frozen()
                     return
                 place_gradients(groups)
-                lists, moving = build_lists(groups, rules, self.state, shared.specs, shared.chunk_of)
-                find_moving(lists, max_grad_norm)
+                lists, stepped = build_lists(groups, rules, self.state, shared.specs, shared.chunk_of)
+                find_moving(lists)
                 take_sums(lists, max_grad_norm, metrics, self._last_norms)
                 shared.add(lists, rows_to_reduce(max_grad_norm))
             shared.reduce()
         with self._autocast_off():
             self._last_norms = None  # an update that is interrupted leaves other last gradients
             try:
-                self._move(shared, lists, moving, max_grad_norm)
+                self._move(shared, lists, stepped, max_grad_norm)
             except BaseException as raised:
                 if self.process_group is not None or shared.specs or not shared.is_alone:
                     self._interruption = str(raised) or type(raised).__name__
@@ -532,20 +532,19 @@ class Mars(torch.optim.Optimizer):
         self,
         shared: SharedStep,
         lists: Sequence[TensorList],
-        moving: Sequence[dict[str, Any]],
+        stepped: Sequence[dict[str, Any]],
         max_grad_norm: float | None,
     ) -> None:
         """Move the parameters of a step that is not refused: factors, moments, directions, update."""
         groups, metrics = self.param_groups, self._metrics
         with shared.held():
             shared.find_moving(lists)
-            forget_if_all_move(lists)
             norm = set_factors(lists, shared, max_grad_norm, metrics)
             if norm is not None:
                 self.grad_norm.copy_(norm)
-            if self.is_exact and moving:
+            if self.is_exact and stepped:
                 exact.keep_params(groups, self.state)
-            count_steps(moving)
+            count_steps(stepped)
             note_peaks(groups)
         for tensors in lists:
             if tensors.chunk is None:

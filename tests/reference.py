@@ -137,7 +137,7 @@ class Reference:
             self.last = g
         self.m = self.average(c)
         if self.rule == "mars-lion":
-            direction = torch.sign(self.m) * moves(gradient)
+            direction = torch.sign(self.m) * gradient.ne(0)
         elif self.rule in ("mars-shampoo", "mars-m"):
             direction = orthogonalized(self.rule, self.m * moves(gradient), beta1, self.eps)
             if self.normalize_rows is not None:

@@ -1,14 +1,14 @@
-"""What rests in a step: a parameter, or an expert of a stack, whose whole gradient is exactly zero.
+"""What rests in a step: a matrix, or an expert of a stack, whose whole gradient is exactly zero.
 
-Sign and Newton-Schulz would blow up what is left of its first moment to full size, at every step for ever. So rules
-that normalize their directions take its first moment for zero: its state decays, its weights do not move.
+Newton-Schulz would blow up what is left of its first moment to full size, at every step for ever. So rules that
+orthogonalize take its first moment for zero: its state decays, its weights do not move. Signs rest element by element,
+see `rules.update`.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -16,59 +16,39 @@ from torch import Tensor
 
 
 class Units(NamedTuple):
-    """How a tensor is divided into units, each of which rests or moves as a whole.
+    """What a tensor holds of the units of its parameter, each of which rests or moves as a whole.
 
-    Element i of the tensor, in the order of memory, belongs to unit (i + shift) // stride % number.
+    One unit is all of the tensor; several are its first dimension. Those of a flat shard of a stack have a size.
     """
 
-    number: int
-    stride: int
-    shift: int = 0  # elements of the first unit that come before this tensor
+    indices: Sequence[int]  # in the parameter
+    size: int = 0  # elements of a unit
+    start: int = 0  # of the shard in its first unit
 
 
-@dataclass(frozen=True)
-class Moving:
-    """Which units of a list of tensors move."""
-
-    flags: Tensor  # flat, float32: 1 for a unit that moves, 0 for one that rests; tensor by tensor
-    units: Sequence[Units]  # of each tensor
-
-    def flags_by_tensor(self) -> list[Tensor]:
-        """Return the flags of each tensor's units."""
-        return list(self.flags.split([units.number for units in self.units]))
-
-    def select(self, positions: Sequence[int]) -> Moving:
-        """Return what moves of some tensors."""
-        flags = self.flags_by_tensor()
-        return Moving(torch.cat([flags[position] for position in positions]), [self.units[each] for each in positions])
-
-
-def units_in_stack(stack: Tensor) -> Units:
-    """Return the units of a tensor whose first dimension counts them; strided memory has no gaps."""
-    return Units(max(1, len(stack)), max(1, stack.stride(0)))
-
-
-def units_in_one(tensor: Tensor) -> Units:
-    """Return the unit of a tensor that rests or moves as a whole."""
-    return Units(1, max(1, tensor.numel()))
-
-
-def find_moving(gradients: Sequence[Tensor], units: Sequence[Units]) -> Tensor:
-    """Return the flags of all units (see `Moving`): 1 for each that has a gradient other than zero, NaN included.
+def find_moving(gradients: Sequence[Tensor], units: Sequence[Units]) -> list[Tensor]:
+    """Return float32 flags of each gradient's units: 1 if an element is not zero, NaN included, else 0.
 
     On CPUs a test ends at the first element that is not zero. Elsewhere nothing waits for the device.
     """
-    pairs = list(zip(gradients, units, strict=True))
-    if gradients[0].device.type == "cpu":
-        found = [not _is_zero(part) for pair in pairs for part in _parts(*pair)]
-        return torch.tensor(found, dtype=torch.float32, device="cpu")
-    flags: list[Tensor] = []
-    for gradient, units_of_tensor in pairs:
-        if gradient.ndim > 1 and units_of_tensor.number > 1:
-            flags.append(gradient.ne(0).flatten(1).any(1))
+    flags = []
+    for gradient, of_gradient in zip(gradients, units, strict=True):
+        if gradient.device.type == "cpu":
+            found = torch.tensor([not _is_zero(part) for part in _parts(gradient, of_gradient)], device="cpu")
+        elif len(of_gradient.indices) == 1 or of_gradient.size:
+            found = torch.stack([part.any() for part in _parts(gradient, of_gradient)])
         else:
-            flags += [part.any().view(1) for part in _parts(gradient, units_of_tensor)]
-    return torch.cat(flags).float()
+            found = gradient.any(tuple(range(1, gradient.ndim)))
+        flags.append(found.float())
+    return flags
+
+
+def put_to_rest(momenta: Sequence[Tensor], units: Sequence[Units], moving: Sequence[Tensor]) -> None:
+    """Make first moments zero in place where the flags of their units are 0; NaN stays NaN."""
+    for momentum, of_momentum, flags in zip(momenta, units, moving, strict=True):
+        is_on_cpu = flags.device.type == "cpu"  # where reading flags waits for nothing
+        if not (is_on_cpu and flags.all()):
+            momentum.mul_(_spread(flags, momentum, of_momentum))
 
 
 def _is_zero(tensor: Tensor) -> bool:
@@ -77,20 +57,15 @@ def _is_zero(tensor: Tensor) -> bool:
 
 def _parts(tensor: Tensor, units: Units) -> list[Tensor]:
     """Return what a tensor holds of each of its units."""
-    if units.number == 1:
-        return [tensor]
-    if tensor.ndim > 1:
-        return list(tensor.unbind())
-    # A flat shard, which begins and ends anywhere in the parameter.
-    ends = [max(0, unit * units.stride - units.shift) for unit in range(units.number + 1)]
-    return [tensor[start:end] for start, end in itertools.pairwise(ends)]
+    if units.size:
+        ends = [max(0, number * units.size - units.start) for number in range(len(units.indices) + 1)]
+        return [tensor[start:end] for start, end in itertools.pairwise(ends)]
+    return [tensor] if len(units.indices) == 1 else list(tensor.unbind())
 
 
-def spread(flags: Tensor, tensor: Tensor, units: Units) -> Tensor:
+def _spread(flags: Tensor, tensor: Tensor, units: Units) -> Tensor:
     """Return the flags of a tensor's units in a shape that multiplies the tensor."""
-    if units.number == 1:
-        return flags.view(())
-    if tensor.ndim > 1:
-        return flags.view(-1, *[1] * (tensor.ndim - 1))
-    positions = torch.arange(tensor.numel(), device=tensor.device) + units.shift
-    return flags[positions // units.stride % units.number]
+    if units.size:
+        positions = torch.arange(tensor.numel(), device=tensor.device) + units.start
+        return flags[positions // units.size]
+    return flags.view(-1, *[1] * (tensor.ndim - 1))

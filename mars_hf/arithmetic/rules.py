@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from mars_hf.arithmetic.eight_bits import join_weight, split_weight
-from mars_hf.arithmetic.resting import Moving, spread
 
 
 @functools.cache
@@ -127,7 +126,6 @@ class Options:
     clip_bounds: Sequence[float] = ()
     clip_threshold: float = math.inf  # to which they clip the norm of c
     squares: Tensor | None = None  # these <g, g>, float64; None lets the kernels take them
-    moving: Moving | None = None  # what rests under an arithmetic that normalizes; None: nothing
 
 
 def update(
@@ -142,10 +140,10 @@ def update(
     `options.rounding` says. With g, last and c as in `sums`, and c multiplied by the tensor's factor::
 
         e = beta1 e + (1 - beta1) c                     kept in exp_avg
-        m = e + nesterov (c - e)                        0 where `moving` has a unit at rest
+        m = e + nesterov (c - e)
         adamw:  v = beta2 v + (1 - beta2) c^2
                 x = x (1 - lr weight_decay) - lr / (1 - beta1^t) m / (sqrt(v / (1 - beta2^t)) + eps)
-        lion:   x = x (1 - lr weight_decay) - lr sign(m)
+        lion:   x = x (1 - lr weight_decay) - lr sign(m)     the sign is 0 where g is: what is left of m would move x
         momentum:  x = m                                no more: `apply` completes the step
         last = g
 
@@ -176,27 +174,18 @@ def update(
     torch._foreach_lerp_(e, c, 1 - options.beta1)
     # m_t = (1 - γ) e_t + γ g_t    (the same without clipping and last gradient; see `Mars`, State)
     m = list(torch._foreach_lerp(e, c, options.nesterov)) if options.nesterov else e
-    if options.moving is not None:
-        m = _at_rest(m, options.moving)
     if last_grads:
         torch._foreach_copy_(last_grads, g)
     s = g if options.second_moment == "gradient" else c  # v averages s²
     # Parameters are written last: a gradient may be the parameter itself.
-    ARITHMETICS[options.arithmetic].write(params, m, s, wide, options)
+    ARITHMETICS[options.arithmetic].write(params, g, m, s, wide, options)
     for name, values in wide.items():
         _write_back(values, buffers[name])
 
 
-def _at_rest(m: list[Tensor], moving: Moving) -> list[Tensor]:
-    """Return first moments that are 0 for units at rest; NaN stays NaN."""
-    factors = [
-        spread(flags, moment, units)
-        for flags, moment, units in zip(moving.flags_by_tensor(), m, moving.units, strict=True)
-    ]
-    return list(torch._foreach_mul(m, factors))
-
-
-def _write_adamw(params: list[Tensor], m: list[Tensor], s: list[Tensor], buffers: Buffers, options: Options) -> None:
+def _write_adamw(
+    params: list[Tensor], g: list[Tensor], m: list[Tensor], s: list[Tensor], buffers: Buffers, options: Options
+) -> None:
     lr = float(options.lr)
     v, peak = buffers["exp_avg_sq"], buffers.get("max_exp_avg_sq")
     # v_t = β₂ v_{t-1} + (1 - β₂) c̃_t²    (Algorithm 2, eq. 3.12; the official README prints g_t²)
@@ -216,9 +205,14 @@ def _write_adamw(params: list[Tensor], m: list[Tensor], s: list[Tensor], buffers
     _write_params(x, params, options.rounding)
 
 
-def _write_lion(params: list[Tensor], m: list[Tensor], s: list[Tensor], buffers: Buffers, options: Options) -> None:
-    # x_{t+1} = x_t - η (sign(m_t) + λ x_t)    (MARS-Lion); NaN stays NaN
-    signs = [torch.where(moment.isnan(), moment, moment.sign()) for moment in m]
+def _write_lion(
+    params: list[Tensor], g: list[Tensor], m: list[Tensor], s: list[Tensor], buffers: Buffers, options: Options
+) -> None:
+    # x_{t+1} = x_t - η (sign(m_t) + λ x_t)    (MARS-Lion); 0 where g_t is, and NaN stays NaN
+    signs = [
+        torch.where(moment.isnan(), moment, moment.sign() * gradient.ne(0))
+        for moment, gradient in zip(m, g, strict=True)
+    ]
     apply(
         params,
         signs,
@@ -229,23 +223,24 @@ def _write_lion(params: list[Tensor], m: list[Tensor], s: list[Tensor], buffers:
     )
 
 
-def _write_momentum(params: list[Tensor], m: list[Tensor], s: list[Tensor], buffers: Buffers, options: Options) -> None:
+def _write_momentum(
+    params: list[Tensor], g: list[Tensor], m: list[Tensor], s: list[Tensor], buffers: Buffers, options: Options
+) -> None:
     torch._foreach_copy_(params, m)
 
 
 class Arithmetic(NamedTuple):
     """What turns first moments into parameters."""
 
-    # From params x; m; s, whose squares v averages; the buffers; and the options. Writes x, and the buffers it names.
-    write: Callable[[list[Tensor], list[Tensor], list[Tensor], Buffers, Options], None]
+    # From params x; g; m; s, whose squares v averages; buffers; and options. Writes x, and the buffers it names.
+    write: Callable[[list[Tensor], list[Tensor], list[Tensor], list[Tensor], Buffers, Options], None]
     buffers: tuple[str, ...] = ()  # of the parameter's shape, besides `exp_avg`
-    normalizes: bool = False  # steps of one size, however small m is: what has no gradient must rest
 
 
 ARITHMETICS = {
     "adamw": Arithmetic(_write_adamw, buffers=("exp_avg_sq",)),
-    "lion": Arithmetic(_write_lion, normalizes=True),
-    "momentum": Arithmetic(_write_momentum, normalizes=True),  # Newton-Schulz follows
+    "lion": Arithmetic(_write_lion),
+    "momentum": Arithmetic(_write_momentum),  # Newton-Schulz follows
 }
 
 

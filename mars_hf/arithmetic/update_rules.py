@@ -79,11 +79,6 @@ class UpdateRule:
         """Return whether the state has `exp_avg_sq`."""
         return "exp_avg_sq" in self.buffers
 
-    @property
-    def normalizes(self) -> bool:
-        """Return whether steps have one size, however small the first moment: what has no gradient must rest."""
-        return ARITHMETICS[self.arithmetic].normalizes
-
 
 ADAMW = UpdateRule(name="adamw", arithmetic="adamw", corrects=False, update_rms=_rms_of_adamw)
 MARS_ADAMW = UpdateRule(name="mars-adamw", arithmetic="adamw", update_rms=_rms_of_adamw)

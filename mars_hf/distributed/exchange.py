@@ -528,9 +528,9 @@ class MatrixPlanner:
         for position, exchange in enumerate(self.shared):
             present = whole.present_in(exchange.groups.shards or exchange.groups.replicas)
             for number, matrices in enumerate(exchange.rounds):
-                moving = [(matrix, owner) for matrix, owner in matrices if matrix.param_index in present]
-                if moving:
-                    rounds[position, number] = exchange, moving
+                with_gradients = [(matrix, owner) for matrix, owner in matrices if matrix.param_index in present]
+                if with_gradients:
+                    rounds[position, number] = exchange, with_gradients
         return rounds
 
 

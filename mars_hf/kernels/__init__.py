@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from mars_hf import log
-from mars_hf.arithmetic import eight_bits, resting, rules
+from mars_hf.arithmetic import eight_bits, rules
 from mars_hf.arithmetic.eight_bits import SCALES, Coded, Column, Columns, join_weight, values_of
 
 # Compiling takes a second or two, once per machine. From this size on it pays off within a few hundred steps.
@@ -59,12 +59,6 @@ class Backend:
             columns.append(rules.sums(gradients[part], values_of(last_grads[part]), **settings))
         return torch.cat(columns, dim=1)
 
-    def find_moving(self, gradients: list[Tensor], units: Sequence[resting.Units]) -> Tensor:
-        """Return which units have a gradient other than zero; see `resting.find_moving`."""
-        if self.kernels is not None:
-            return self.kernels.find_moving(gradients, units)
-        return resting.find_moving(gradients, units)
-
     def run_update(
         self, params: list[Tensor], gradients: list[Tensor], buffers: Columns, options: rules.Options
     ) -> Any:
@@ -82,7 +76,6 @@ class Backend:
                 steps=options.steps[part],
                 factors=None if options.factors is None else options.factors[part],
                 rounding=options.rounding.select(part),
-                moving=None if options.moving is None else options.moving.select(range(count)[part]),
             )
             of_part = {name: column[part] for name, column in buffers.items()}
             _update_buffers(params[part], gradients[part], of_part, part_options)
@@ -263,12 +256,9 @@ def _compute(
         rounding = rules.Rounding(kind="kahan", compensations=lists["compensation"])
     elif scaled and lists["params"][0].dtype == torch.bfloat16 and backend.kernels is not None:
         rounding = rules.Rounding(kind="stochastic", seeds=[1, 2, 3])  # another neighbour than the nearest one, at most
-    has_rest = scaled and rules.ARITHMETICS[arithmetic].normalizes
-    moving = _some_at_rest(lists["params"]) if has_rest else None
     options = rules.Options(
         arithmetic=arithmetic, steps=[1.0, 2.0, 30.0], lr=0.01, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1,
         cautious=scaled, scale=scale, k=0.4, factors=rules.clip_factors(sums[3], 5.0),
-        moving=moving,
         nesterov=0.3 if scaled else 0.0, second_moment=second_moment,
         rounding=rounding,
     )  # fmt: skip
@@ -301,6 +291,8 @@ def _random_lists(device: torch.device, dtypes: Dtypes) -> dict[str, list[Tensor
         for offset, shape in enumerate(_SHAPES):
             values = torch.randn(shape.numel(), dtype=torch.float32, device="cpu", generator=generator)
             values = values.abs() if name == "exp_avg_sq" else values
+            if name == "grads":
+                values[::7] = 0  # where signs rest
             if name in SCALES and dtype in eight_bits.DTYPES:
                 values, scales = eight_bits.encoded(values, dtype)
                 lists[SCALES[name]].append(scales.to(device))
@@ -308,12 +300,3 @@ def _random_lists(device: torch.device, dtypes: Dtypes) -> dict[str, list[Tensor
             moved = torch.empty(offset + shape.numel(), dtype=dtype, device=device)[offset:].copy_(values)
             lists[name].append(moved if is_flat else moved.view(shape).transpose(0, -1))
     return lists
-
-
-def _some_at_rest(params: Sequence[Tensor]) -> resting.Moving:
-    """Return which units of a check's tensors move: a whole matrix, parts of a flat shard, slices of a stack."""
-    matrix = params[0]
-    units = [resting.units_in_one(matrix), resting.Units(3, 2, shift=1), resting.Units(13, 1)]
-    count = sum(each.number for each in units)
-    flags = torch.arange(count, dtype=torch.float32, device=matrix.device) % 2
-    return resting.Moving(flags, units)

@@ -461,28 +461,9 @@ void sums(const Tensors& tensors, const Scalars<double>* scalars, bool products,
 
 // --- update ---------------------------------------------------------------------------------------------------------
 
-// A tensor's units (see resting.py): element i belongs to unit (i + shift) / stride % count; its flag is at first + unit.
-struct Units {
-    int64_t first, count, stride, shift;
-};
-
-// Which units move, of all tensors; without flags all do.
-struct Moving {
-    const Units* units;
-    const float* flags;
-
-    // Writes 0 or 1 for each of n elements from `at` on.
-    template <class T>
-    void spread(int64_t i, int64_t at, int64_t n, T* to) const {
-        Units u = units[i];
-        for (int64_t j = 0; j < n; j++) to[j] = flags[u.first + (u.shift + at + j) / u.stride % u.count];
-    }
-};
-
 struct Options {
     Rule rule;
     bool square_gradient, stochastic;
-    Moving moving;
 };
 
 template <class T>
@@ -499,6 +480,12 @@ T sign(T m) {
     return m == m ? sign : m;
 }
 
+// 0 where g is: signs rest there. NaN stays NaN.
+template <class T>
+T moving(T m, T g) {
+    return (g != 0) | (m != m) ? m : T{};
+}
+
 // Whether an update along -m takes a weight away from zero.
 template <class T>
 auto is_away(T m, T x) {
@@ -507,9 +494,9 @@ auto is_away(T m, T x) {
 
 // x parameter, e average of c, v second moment; g gradient, c corrected gradient, m first moment. One loop would read
 // four or five streams of memory at once, for which processors fetch less ahead: it takes a tenth to a third longer.
-template <class T, Rule RULE, bool HAS_LAST, bool IS_PLAIN>
+template <class T, Rule RULE, bool HAS_LAST, bool IS_CAUTIOUS>
 void update_block(int64_t n, Scalars<T> s, bool square_gradient, T* __restrict x, const T* __restrict gradient,
-                  T* __restrict e, T* __restrict v, T* __restrict last, const T* moving) {
+                  T* __restrict e, T* __restrict v, T* __restrict last) {
     T c[BLOCK], m[BLOCK], decays[BLOCK];
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) {
@@ -526,16 +513,17 @@ void update_block(int64_t n, Scalars<T> s, bool square_gradient, T* __restrict x
         e[i] = average;
         m[i] = is_nesterov ? average + s.nesterov * (c[i] - average) : average;
     }
-    if constexpr (!IS_PLAIN) {  // a test at run time would cost every step a fiftieth
-        for (int64_t i = 0; i < n && moving != nullptr; i++) m[i] *= moving[i];
-        if constexpr (RULE != MOMENTUM) {
+    if constexpr (RULE == LION) {
 #pragma omp simd
-            for (int64_t i = 0; i < n; i++) decays[i] = is_away(m[i], x[i]) ? s.decay_away : s.decay;
-        }
+        for (int64_t i = 0; i < n; i++) m[i] = moving(m[i], gradient[i] * s.scale);
+    }
+    if constexpr (IS_CAUTIOUS && RULE != MOMENTUM) {  // a test at run time would cost every step a fiftieth
+#pragma omp simd
+        for (int64_t i = 0; i < n; i++) decays[i] = is_away(m[i], x[i]) ? s.decay_away : s.decay;
     }
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) {
-        T decay = IS_PLAIN ? s.decay : decays[i];
+        T decay = IS_CAUTIOUS ? decays[i] : s.decay;
         if constexpr (RULE == MOMENTUM) {
             x[i] = m[i];
         } else if constexpr (RULE == LION) {
@@ -570,7 +558,7 @@ struct Coded {
 template <Rule RULE, bool HAS_LAST>
 void update_coded(int64_t n, const Scalars<float>& s, bool square_gradient, float* __restrict x,
                   const float* __restrict gradient, Coded<int8_t> e, Coded<uint8_t> v, Coded<int8_t> last,
-                  const Thresholds& thresholds, const float* moving) {
+                  const Thresholds& thresholds) {
     using Value = Code<int8_t>;
     using Root = Code<uint8_t>;
     float gradients[BLOCK], corrected[BLOCK], averages[BLOCK], nesterov[BLOCK], roots[BLOCK];
@@ -601,11 +589,11 @@ void update_coded(int64_t n, const Scalars<float>& s, bool square_gradient, floa
             average_sizes = larger(average_sizes, Ints(m) & SIZE);
         }
         const float* moments = averages;
-        if (is_nesterov || moving != nullptr) {
+        if (is_nesterov || RULE == LION) {
             for (int64_t i = first; i < end; i += WIDTH) {
                 Floats m = load<Floats>(averages + i);
                 if (is_nesterov) m += s.nesterov * (load<Floats>(corrected + i) - m);
-                if (moving != nullptr) m *= load<Floats>(moving + i);
+                if (RULE == LION) m = moving(m, load<Floats>(gradients + i));
                 store(m, nesterov + i);
             }
             moments = nesterov;
@@ -650,9 +638,9 @@ void update_coded(int64_t n, const Scalars<float>& s, bool square_gradient, floa
 }
 
 template <class T>
-using Block = void (*)(int64_t, Scalars<T>, bool, T*, const T*, T*, T*, T*, const T*);
+using Block = void (*)(int64_t, Scalars<T>, bool, T*, const T*, T*, T*, T*);
 
-// By whether there are last gradients, and whether nothing rests and all weights decay.
+// By whether there are last gradients, and whether decay is cautious.
 template <class T, Rule RULE>
 constexpr Block<T> BLOCKS[2][2] = {
     {update_block<T, RULE, false, false>, update_block<T, RULE, false, true>},
@@ -660,10 +648,10 @@ constexpr Block<T> BLOCKS[2][2] = {
 };
 
 template <class T>
-Block<T> choose_block(Rule rule, bool has_last, bool is_plain) {
-    if (rule == ADAMW) return BLOCKS<T, ADAMW>[has_last][is_plain];
-    if (rule == LION) return BLOCKS<T, LION>[has_last][is_plain];
-    return BLOCKS<T, MOMENTUM>[has_last][is_plain];
+Block<T> choose_block(Rule rule, bool has_last, bool is_cautious) {
+    if (rule == ADAMW) return BLOCKS<T, ADAMW>[has_last][is_cautious];
+    if (rule == LION) return BLOCKS<T, LION>[has_last][is_cautious];
+    return BLOCKS<T, MOMENTUM>[has_last][is_cautious];
 }
 
 using CodedBlock = decltype(&update_coded<ADAMW, true>);
@@ -676,7 +664,7 @@ CodedBlock choose_coded(Rule rule, bool has_last) {
 
 // Updates n elements from `at` on whose states are in 8 bits; a last block that is not full, as a copy.
 void update_states(const Tensors& tensors, const Scalars<float>& scalars, const Options& options, int64_t i, int64_t at,
-                   int64_t n, float* x, const float* gradient, const Thresholds& thresholds, const float* moving) {
+                   int64_t n, float* x, const float* gradient, const Thresholds& thresholds) {
     auto state = [&](List list, auto* type) {
         using Byte = std::remove_pointer_t<decltype(type)>;
         if (!tensors.has(list)) return Coded<Byte>{};
@@ -687,19 +675,18 @@ void update_states(const Tensors& tensors, const Scalars<float>& scalars, const 
     auto last = state(LAST_GRAD, (int8_t*)nullptr);
     auto call = choose_coded(options.rule, tensors.has(LAST_GRAD));
     int64_t rest = n % CODED, whole = n - rest, block = whole / CODED;
-    call(whole, scalars, options.square_gradient, x, gradient, e, v, last, thresholds, moving);
+    call(whole, scalars, options.square_gradient, x, gradient, e, v, last, thresholds);
     if (rest == 0) return;
     auto filled = [&](auto* from) {
         std::array<std::remove_const_t<std::remove_pointer_t<decltype(from)>>, CODED> to{};
         if (from != nullptr) std::copy_n(from + whole, rest, to.begin());
         return to;
     };
-    auto own_x = filled(x), own_gradient = filled(gradient), own_moving = filled(moving);
+    auto own_x = filled(x), own_gradient = filled(gradient);
     auto own_e = filled(e.codes), own_last = filled(last.codes);
     auto own_v = filled(v.codes);
     call(CODED, scalars, options.square_gradient, own_x.data(), own_gradient.data(), {own_e.data(), e.scales + block},
-         {own_v.data(), v.scales + block}, {own_last.data(), last.scales + block}, thresholds,
-         moving == nullptr ? nullptr : own_moving.data());
+         {own_v.data(), v.scales + block}, {own_last.data(), last.scales + block}, thresholds);
     auto copy_back = [&](const auto& from, auto* to) {
         if (to != nullptr) std::copy_n(from.begin(), rest, to + whole);
     };
@@ -712,11 +699,11 @@ void update_states(const Tensors& tensors, const Scalars<float>& scalars, const 
 template <class T>
 void update_row(const Tensors& tensors, const Scalars<double>& scalars, const Options& options, int64_t i, int64_t row,
                 int64_t elements) {
-    T buffers[VALUES][BLOCK], moves[BLOCK];
+    T buffers[VALUES][BLOCK];
     Scalars<T> in_type = rounded<T>(scalars);
     bool changed[VALUES] = {true, false, true, options.rule == ADAMW, tensors.has(LAST_GRAD)};
-    bool at_random = options.stochastic && tensors.type(PARAM) == BFLOAT16, rests = options.moving.flags != nullptr;
-    Block<T> block = choose_block<T>(options.rule, tensors.has(LAST_GRAD), !rests && !scalars.is_cautious());
+    bool at_random = options.stochastic && tensors.type(PARAM) == BFLOAT16;
+    Block<T> block = choose_block<T>(options.rule, tensors.has(LAST_GRAD), scalars.is_cautious());
     for (int64_t at = row; at < row + elements; at += BLOCK) {
         int64_t n = std::min(BLOCK, row + elements - at);
         T* values[VALUES] = {};
@@ -725,9 +712,8 @@ void update_row(const Tensors& tensors, const Scalars<double>& scalars, const Op
                 bool read = list != PARAM || options.rule != MOMENTUM;
                 values[list] = open(tensors, List(list), i, at, n, buffers[list], read);
             }
-        if (rests) options.moving.spread(i, at, n, moves);
         block(n, in_type, options.square_gradient, values[PARAM], values[GRADIENT], values[EXP_AVG], values[EXP_AVG_SQ],
-              values[LAST_GRAD], rests ? moves : nullptr);
+              values[LAST_GRAD]);
         for (int list = 0; list < VALUES; list++) {
             if (list == PARAM && at_random)
                 close_at_random(tensors, i, at, n, values[PARAM]);
@@ -740,16 +726,15 @@ void update_row(const Tensors& tensors, const Scalars<double>& scalars, const Op
 // The same for a tensor whose states are in 8 bits.
 void update_coded_row(const Tensors& tensors, const Scalars<double>& scalars, const Options& options, int64_t i,
                       int64_t row, int64_t elements) {
-    float params[BLOCK], gradients[BLOCK], moves[BLOCK];
+    float params[BLOCK], gradients[BLOCK];
     Scalars<float> in_type = rounded<float>(scalars);
     Thresholds thresholds(static_cast<int64_t>(scalars.step));
-    bool at_random = options.stochastic && tensors.type(PARAM) == BFLOAT16, rests = options.moving.flags != nullptr;
+    bool at_random = options.stochastic && tensors.type(PARAM) == BFLOAT16;
     for (int64_t at = row; at < row + elements; at += BLOCK) {
         int64_t n = std::min(BLOCK, row + elements - at);
         float* x = open(tensors, PARAM, i, at, n, params, options.rule != MOMENTUM);
         float* gradient = open(tensors, GRADIENT, i, at, n, gradients);
-        if (rests) options.moving.spread(i, at, n, moves);
-        update_states(tensors, in_type, options, i, at, n, x, gradient, thresholds, rests ? moves : nullptr);
+        update_states(tensors, in_type, options, i, at, n, x, gradient, thresholds);
         if (at_random)
             close_at_random(tensors, i, at, n, x);
         else
@@ -843,8 +828,7 @@ void update(const Tensors& tensors, const Scalars<double>* scalars, const Option
 
 }  // namespace
 
-// `out`: 4 x count. `limits`, `threshold`, `squares`, `are_known`: see Clip. `units`: one per tensor, with `flags`, or
-// both null if nothing rests.
+// `out`: 4 x count. `limits`, `threshold`, `squares`, `are_known`: see Clip.
 extern "C" void mars_sums(int64_t count, const int64_t* words, const Scalars<double>* scalars, int64_t products,
                           int64_t corrected, double* out, int64_t threads) {
     Tensors tensors{count, words};
@@ -854,10 +838,9 @@ extern "C" void mars_sums(int64_t count, const int64_t* words, const Scalars<dou
 
 extern "C" void mars_update(int64_t count, const int64_t* words, const Scalars<double>* scalars, int64_t rule,
                             int64_t square_gradient, int64_t stochastic, const double* limits, double threshold,
-                            double* squares, int64_t are_known, const Units* units, const float* flags,
-                            int64_t threads) {
+                            double* squares, int64_t are_known, int64_t threads) {
     Tensors tensors{count, words};
-    Options options{static_cast<Rule>(rule), square_gradient != 0, stochastic != 0, {units, flags}};
+    Options options{static_cast<Rule>(rule), square_gradient != 0, stochastic != 0};
     auto call = tensors.is_double() ? update<double> : update<float>;
     call(tensors, scalars, options, {limits, threshold, squares, are_known != 0}, threads);
 }

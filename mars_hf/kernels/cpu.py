@@ -29,9 +29,8 @@ import torch
 from torch import Tensor
 
 from mars_hf import log
-from mars_hf.arithmetic import eight_bits, resting
+from mars_hf.arithmetic import eight_bits
 from mars_hf.arithmetic.eight_bits import Column, Columns, scales_of, tensors_of
-from mars_hf.arithmetic.resting import Moving
 from mars_hf.arithmetic.rules import NEAREST, Options, Rounding
 
 NAME = "compiled"
@@ -76,7 +75,6 @@ FLAGS = (
 LIBRARIES = ("-lstdc++",)
 # By the processor's capability as PyTorch reports it; wider vectors do not make memory faster.
 X86_FLAGS = {"AVX2": ("-mavx2", "-mfma"), "AVX512": ("-mavx2", "-mfma")}
-find_moving = resting.find_moving  # its tests end at the first element that is not zero
 TIMEOUT = 120.0  # seconds; the kernels need two
 
 
@@ -158,25 +156,12 @@ def update(
         squares = torch.zeros(len(params), dtype=torch.float64, device="cpu")
     else:
         squares = options.squares.contiguous()
-    units = _words_of_units(options.moving)
-    flags = None if options.moving is None else options.moving.flags.contiguous()
     _library().mars_update(
         len(params), descriptor.buffer_info()[0], scalars.buffer_info()[0], ARITHMETICS.index(options.arithmetic),
         options.second_moment == "gradient", bool(options.rounding.seeds), bounds.buffer_info()[0] if bounds else None,
-        options.clip_threshold, squares.data_ptr(), options.squares is not None,
-        units.buffer_info()[0] if units else None, None if flags is None else flags.data_ptr(),
-        torch.get_num_threads(),
+        options.clip_threshold, squares.data_ptr(), options.squares is not None, torch.get_num_threads(),
     )  # fmt: skip
     return squares
-
-
-def _words_of_units(moving: Moving | None) -> array[int]:
-    """Return a row of Units (see cpu.cpp) for each tensor; none if nothing rests."""
-    words, first = array("q"), 0
-    for units in () if moving is None else moving.units:
-        words.extend((first, *units))
-        first += units.number
-    return words
 
 
 def _bias_corrected(options: Options, lr: float) -> tuple[list[float], list[float]]:
@@ -238,7 +223,7 @@ def _library() -> Any:
     word, number, address = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
     library.mars_sums.argtypes = [word, address, address, word, word, address, word]
     library.mars_update.argtypes = [
-        word, address, address, word, word, word, address, number, address, word, address, address, word,
+        word, address, address, word, word, word, address, number, address, word, word,
     ]  # fmt: skip
     library.mars_sums.restype = library.mars_update.restype = None
     return library

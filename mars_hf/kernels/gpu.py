@@ -24,9 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mars_hf.arithmetic import eight_bits, resting
+from mars_hf.arithmetic import eight_bits
 from mars_hf.arithmetic.eight_bits import Column, Columns, scales_of, tensors_of
-from mars_hf.arithmetic.resting import Units
 from mars_hf.arithmetic.rules import Options
 
 try:
@@ -95,20 +94,6 @@ def sums(
     return out
 
 
-def find_moving(gradients: list[Tensor], units: Sequence[Units]) -> Tensor:
-    """Return the flags of `resting.find_moving`; each program ends at the first element that is not zero."""
-    divided = [gradient for gradient, each in zip(gradients, units, strict=True) if each.number > 1]
-    if not all(map(Tensor.is_contiguous, divided)):
-        return resting.find_moving(gradients, units)
-    flags = torch.empty(sum(each.number for each in units), dtype=torch.float32, device=gradients[0].device)
-    with torch.cuda.device_of(flags):
-        words, _ = _table([gradients, *[[]] * 8], (), units)
-        gpu_device.find_moving[(len(flags),)](
-            words, len(gradients), flags, GRADIENT=_triton_type(gradients), BLOCK=BLOCK, **LAUNCH_OPTIONS
-        )
-    return flags
-
-
 def update(
     params: list[Tensor],
     gradients: list[Tensor],
@@ -127,27 +112,21 @@ def update(
     counts = _to_device(options.steps, device, torch.float32)
     rate = lr.to(device) if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float64, device=device)
     keys = _to_device(rounding.seeds, device) if rounding.seeds else None
-    flags = None if options.moving is None else options.moving.flags
-    divided = options.moving is not None and any(each.number > 1 for each in options.moving.units)
     betas = [[beta, math.log(beta) if beta else -math.inf] for beta in (options.beta1, options.beta2)]
     with torch.cuda.device_of(counts):
         table, tiles = _table(
             lists,
             (options.k, options.nesterov, *betas[0], *betas[1], options.eps, options.weight_decay),
-            () if options.moving is None else options.moving.units,
         )
         if tiles:
             gpu_device.update[(tiles,)](
-                table, len(params), counts, rate, options.scale, options.factors, keys, flags, **types,
-                RULE=options.arithmetic, CORRECTED=options.second_moment == "corrected",
-                CAUTIOUS=options.cautious, DIVIDED=divided,
+                table, len(params), counts, rate, options.scale, options.factors, keys, **types,
+                RULE=options.arithmetic, CORRECTED=options.second_moment == "corrected", CAUTIOUS=options.cautious,
                 **_constants(lists),
             )  # fmt: skip
 
 
-def _table(
-    lists: Sequence[list[Tensor]], numbers: tuple[float, ...], units: Sequence[Units] = ()
-) -> tuple[Tensor, int]:
+def _table(lists: Sequence[list[Tensor]], numbers: tuple[float, ...]) -> tuple[Tensor, int]:
     """Return the table of `gpu_device` for `lists`, in the order of its rows of addresses, and the number of tiles."""
     device = lists[0][0].device
     sizes = tuple(map(Tensor.numel, lists[0]))
@@ -158,7 +137,7 @@ def _table(
     assert all(len({tensor.dtype for tensor in list_}) < 2 for list_ in lists), "dtypes differ in a list"
     addresses = tuple(tuple(map(Tensor.data_ptr, list_)) for list_ in lists)
     stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
-    return _cached_table(device, stream, sizes, addresses, numbers, tuple(units))
+    return _cached_table(device, stream, sizes, addresses, numbers)
 
 
 @functools.lru_cache(maxsize=CACHED_TABLES)
@@ -174,10 +153,7 @@ def _to_device(numbers: Sequence[float], device: torch.device, dtype: torch.dtyp
 
 
 def _content_of_table(
-    sizes: tuple[int, ...],
-    addresses: tuple[tuple[int, ...], ...],
-    numbers: tuple[float, ...],
-    units: tuple[Units, ...] = (),
+    sizes: tuple[int, ...], addresses: tuple[tuple[int, ...], ...], numbers: tuple[float, ...]
 ) -> tuple[list[int], int]:
     """Return the contents of a table (see `gpu_device`) and the number of tiles."""
     ends = list(accumulate(-(-size // TILE) for size in sizes))
@@ -190,10 +166,6 @@ def _content_of_table(
     absent = [0] * len(sizes)
     for row in addresses:
         table += row or absent
-    if units:
-        table += accumulate([0, *[each.number for each in units[:-1]]])  # each tensor's first unit
-        for row in zip(*units, strict=True):
-            table += row
     return table, ends[-1]
 
 

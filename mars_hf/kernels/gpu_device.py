@@ -4,8 +4,8 @@ A table of int64 words describes a call's tensors, so that one launch takes any 
 
     hyperparameters   `HEADER` words, the bits of float64 numbers (`numbers` in `gpu.py`)
     rows              `count` words each, in the order of the `*_ROW` numbers below: where each tensor's tiles start in
-                      the launch, its number of elements, whether all its addresses are multiples of 16 bytes, one row
-                      of addresses for each list of tensors, and its units (see resting.py), if any may rest
+                      the launch, its number of elements, whether all its addresses are multiples of 16 bytes, and one
+                      row of addresses for each list of tensors
 
 A program finds its tensor by binary search in the row of tile starts: about log2(count) reads that hit the L1 cache,
 against the hundreds of kilobytes that the program then moves. No map from program to tensor is built or stored.
@@ -26,7 +26,6 @@ HEADER = tl.constexpr(8)
 STARTS_ROW, SIZES_ROW, ALIGNED_ROW = map(tl.constexpr, range(3))
 GRADIENTS_ROW, LAST_ROW, PARAMS_ROW, EXP_AVGS_ROW, EXP_AVG_SQS_ROW, LOST_ROW = map(tl.constexpr, range(3, 9))
 LAST_SCALES_ROW, EXP_AVG_SCALES_ROW, EXP_AVG_SQ_SCALES_ROW = map(tl.constexpr, range(9, 12))
-FLAGS_ROW, UNITS_ROW, STRIDES_ROW, SHIFTS_ROW = map(tl.constexpr, range(12, 16))
 # States in 8 bits: see eight_bits.py.
 CODED = tl.constexpr(64)  # elements with one scale
 BITS_OF_2 = tl.constexpr(0x40000000)
@@ -329,34 +328,6 @@ def total_sums(table, count, tiles, partials, sums, LAST: tl.constexpr, TILE: tl
         tl.store(sums + 3 * count + tensor, tl.sum(total))
 
 
-@triton.jit(do_not_specialize=["count"])
-def find_moving(table, count, moving, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
-    """Write 1 into `moving` if a unit of a gradient has an element other than zero, else 0; ends at the first one."""
-    flag = tl.program_id(0).to(tl.int64)
-    tensor = _search(table, count, FLAGS_ROW, flag)
-    unit = flag - _word(table, count, FLAGS_ROW, tensor)
-    stride = _word(table, count, STRIDES_ROW, tensor)
-    first = unit * stride - _word(table, count, SHIFTS_ROW, tensor)
-    end = tl.minimum(first + stride, _word(table, count, SIZES_ROW, tensor))
-    begin = tl.maximum(first, 0)
-    gradient = _pointer(table, count, GRADIENTS_ROW, tensor, 0, GRADIENT)
-    found = tl.full((), 0, tl.int32)
-    while (begin < end) & (found == 0):
-        offsets = begin + tl.arange(0, BLOCK)
-        value = tl.load(gradient + offsets, mask=offsets < end, other=0.0)
-        found = tl.max((value != 0).to(tl.int32), 0)
-        begin += BLOCK
-    tl.store(moving + flag, found.to(tl.float32))
-
-
-@triton.jit
-def _moves(table, count, tensor, position, moving):
-    """Return whether elements of a tensor move, 1 or 0; positions in the tensor are int64."""
-    unit = (position + _word(table, count, SHIFTS_ROW, tensor)) // _word(table, count, STRIDES_ROW, tensor)
-    flag = _word(table, count, FLAGS_ROW, tensor) + unit % _word(table, count, UNITS_ROW, tensor)
-    return tl.load(moving + flag)
-
-
 @triton.jit
 def _noise_key(seeds, tensor, start, PARAM: tl.constexpr, TILE: tl.constexpr):
     """Return the key of a tile's noise, None to round to nearest; other tensors in the launch make no difference."""
@@ -378,10 +349,10 @@ def _shrink(p, m, decay, CAUTIOUS: tl.constexpr):
 @triton.jit
 def _update_blocks(
     param, gradient, exp_avg, exp_avg_sq, last, lost, exp_avg_scales, exp_avg_sq_scales, last_scales,
-    begin, end, key, moves, table, count, tensor, start, moving,
+    begin, end, key,
     scale, factor, k, nesterov, beta1, weight1, beta2, weight2, eps, decay, step_size, root2, step,
     SIZE: tl.constexpr, MASKED: tl.constexpr, COMPUTE: tl.constexpr, RULE: tl.constexpr, CORRECTED: tl.constexpr,
-    CAUTIOUS: tl.constexpr, DIVIDED: tl.constexpr, VECTOR: tl.constexpr,
+    CAUTIOUS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Update the elements from `begin` to `end`; a block is read before it is written.
 
@@ -400,14 +371,10 @@ def _update_blocks(
         e = tl.where(weight1 < 0.5, e + weight1 * difference, c - beta1 * difference)
         # m_t = e_t + nesterov (c_t - e_t); the test for 0 avoids infinity minus infinity.
         m = tl.where(nesterov == 0, e, e + nesterov * (c - e))
-        if moving is not None:
-            if DIVIDED:
-                m *= _moves(table, count, tensor, start + offsets, moving).to(COMPUTE)
-            else:
-                m *= moves
         if RULE == "momentum":
             p = m
         elif RULE == "lion":
+            m = tl.where((g == 0) & (m == m), 0.0, m)  # signs rest where g_t is 0
             # x_{t+1} = x_t - lr (sign(m_t) + weight_decay x_t); NaN stays NaN, unlike in torch.sign.
             p = _shrink(p, m, decay, CAUTIOUS)
             p = p - step_size * tl.where(m > 0, 1.0, tl.where(m < 0, -1.0, m)).to(COMPUTE)
@@ -428,12 +395,12 @@ def _update_blocks(
             _store_state(last, last_scales, offsets, g, mask, step, SIZE, VECTOR)
 
 
-@triton.jit(do_not_specialize=["count", "steps", "lr", "scale", "factors", "seeds", "moving"])
+@triton.jit(do_not_specialize=["count", "steps", "lr", "scale", "factors", "seeds"])
 def update(
-    table, count, steps, lr, scale, factors, seeds, moving,
+    table, count, steps, lr, scale, factors, seeds,
     PARAM: tl.constexpr, GRADIENT: tl.constexpr, EXP_AVG: tl.constexpr, EXP_AVG_SQ: tl.constexpr, LAST: tl.constexpr,
     LOST: tl.constexpr, EXP_AVG_SCALE: tl.constexpr, EXP_AVG_SQ_SCALE: tl.constexpr, LAST_SCALE: tl.constexpr,
-    COMPUTE: tl.constexpr, RULE: tl.constexpr, CORRECTED: tl.constexpr, CAUTIOUS: tl.constexpr, DIVIDED: tl.constexpr,
+    COMPUTE: tl.constexpr, RULE: tl.constexpr, CORRECTED: tl.constexpr, CAUTIOUS: tl.constexpr,
     TILE: tl.constexpr, BLOCK: tl.constexpr, MASKED_BLOCK: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
     """Update one tile: each tensor is read and written at most once.
@@ -474,19 +441,16 @@ def update(
     scale = _multiplier(scale, 0, COMPUTE)
     factor = _multiplier(factors, tensor, COMPUTE)
     key = _noise_key(seeds, tensor, start, PARAM, TILE)
-    moves = None
-    if moving is not None and not DIVIDED:
-        moves = _moves(table, count, tensor, start, moving).to(COMPUTE)
     whole = _whole_blocks(table, count, tensor, length, BLOCK)
     _update_blocks(
         param, gradient, exp_avg, exp_avg_sq, last, lost, exp_avg_scales, exp_avg_sq_scales, last_scales,
-        0, whole, key, moves, table, count, tensor, start, moving,
+        0, whole, key,
         scale, factor, k, nesterov, beta1, weight1, beta2, weight2, eps, decay, step_size, root2, step,
-        BLOCK, False, COMPUTE, RULE, CORRECTED, CAUTIOUS, DIVIDED, VECTOR,
+        BLOCK, False, COMPUTE, RULE, CORRECTED, CAUTIOUS, VECTOR,
     )  # fmt: skip
     _update_blocks(
         param, gradient, exp_avg, exp_avg_sq, last, lost, exp_avg_scales, exp_avg_sq_scales, last_scales,
-        whole, length, key, moves, table, count, tensor, start, moving,
+        whole, length, key,
         scale, factor, k, nesterov, beta1, weight1, beta2, weight2, eps, decay, step_size, root2, step,
-        MASKED_BLOCK, True, COMPUTE, RULE, CORRECTED, CAUTIOUS, DIVIDED, VECTOR,
+        MASKED_BLOCK, True, COMPUTE, RULE, CORRECTED, CAUTIOUS, VECTOR,
     )  # fmt: skip

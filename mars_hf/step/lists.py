@@ -15,7 +15,7 @@ from torch import Tensor
 from mars_hf.arithmetic import eight_bits
 from mars_hf.arithmetic.eight_bits import Coded, Column, tensors_of
 from mars_hf.arithmetic.orthogonalize import iteration_dtype
-from mars_hf.arithmetic.resting import Moving, Units, units_in_one, units_in_stack
+from mars_hf.arithmetic.resting import Units
 from mars_hf.arithmetic.update_rules import UpdateRule
 from mars_hf.distributed.tensors import PLAIN, Group, Shard, ShardSpec, local
 from mars_hf.kernels import Backend, choose_backend
@@ -49,8 +49,7 @@ class TensorList:
     indices: list[int] = field(default_factory=list)  # of the parameters
     offsets: list[int] = field(default_factory=list)  # where in its parameter each shard begins
     fractions: list[float] = field(default_factory=list)  # each shard's of its parameter
-    units: list[Units] = field(default_factory=list)  # of rules that normalize: what rests on its own
-    unit_indices: list[Sequence[int]] = field(default_factory=list)  # of each shard's units, in its parameter
+    units: list[Units] = field(default_factory=list)  # of rules that orthogonalize: what rests on its own
     correction: float = 0.0  # k
     # Set between collecting and updating:
     sums: Tensor | None = None  # rows of `rules.sums`; None if the step does not need them
@@ -58,7 +57,7 @@ class TensorList:
     factors: Tensor | None = None  # one per entry; None means 1
     clip_bounds: list[float] = field(default_factory=list)  # largest <g, g> at which c is surely not clipped, if known
     squares: Tensor | None = None  # <g, g> of lists with bounds; None before it is known
-    moving: Moving | None = None  # None: all move
+    moving: list[Tensor] = field(default_factory=list)  # flags of their units; see `resting.find_moving`
 
     @property
     def last_grad(self) -> list[Tensor]:
@@ -86,8 +85,6 @@ class TensorList:
         selected["buffers"] = {name: [column[position] for position in positions] for name, column in columns}
         if self.factors is not None:
             selected["factors"] = self.factors[positions]
-        if self.moving is not None:
-            selected["moving"] = self.moving.select(positions)
         return replace(self, sums=None, **selected)
 
 
@@ -380,8 +377,7 @@ def _make_list(
         tensors.fractions.append(1.0 if shard is None else shard.numel / shard.whole)
     if rule.orthogonalizes:
         tensors.row_avg_sq = [member.rows for member in members]
-    if rule.normalizes:
-        _divide_into_units(tensors, members)
+        tensors.units = [_units_in(param, member.shard, group) for param, member in zip(params, members, strict=True)]
     if group["maximize"]:
         tensors.scale = torch.full((), -1.0, device=key.device)
     if tensors.last_grad:
@@ -398,22 +394,17 @@ def _coded_columns(
     return {key: list(map(Coded, columns[key], scales)) for key, scales in zip(buffers.with_scales, rows, strict=True)}
 
 
-def _divide_into_units(tensors: TensorList, members: Sequence[_Member]) -> None:
-    """Say what of each tensor rests on its own: all of it, or each expert of a stack."""
-    layout = tensors.group["layout"]
-    for param, (_, shard, *_) in zip(tensors.params, members, strict=True):
-        shape = param.shape if shard is None else shard.shape
-        is_stack = len(shape) == 3 if layout is None else layout["batched"]
-        if not is_stack:
-            units, indices = units_in_one(param), [0]
-        elif shard is None or shard.slice.dim is not None:
-            units = units_in_stack(param)
-            indices = list(range(len(param))) if shard is None else shard.slice.first_indices(shape[0])
-        else:
-            units = Units(shape[0], shape[1:].numel(), shard.slice.start)
-            indices = list(range(shape[0]))
-        tensors.units.append(units)
-        tensors.unit_indices.append(indices)
+def _units_in(param: Tensor, shard: Shard | None, group: Mapping[str, Any]) -> Units:
+    """Return what of a tensor rests on its own: all of it, or each expert of a stack."""
+    layout, shape = group["layout"], param.shape if shard is None else shard.shape
+    is_stack = len(shape) == 3 if layout is None else layout["batched"]
+    if not is_stack:
+        return Units([0])
+    if shard is None:
+        return Units(range(len(param)))
+    if shard.slice.dim is not None:
+        return Units(shard.slice.first_indices(shape[0]))
+    return Units(range(shape[0]), shape[1:].numel(), shard.slice.start)
 
 
 def _tensors_of(member: _Member) -> list[Tensor]:

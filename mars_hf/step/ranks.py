@@ -17,7 +17,6 @@ from torch import Tensor
 
 from mars_hf.arithmetic import eight_bits
 from mars_hf.arithmetic.orthogonalize import NewtonSchulz, compute_directions, iteration_dtype, newton_schulz_of
-from mars_hf.arithmetic.resting import Moving
 from mars_hf.arithmetic.update_rules import UpdateRule, update_rule
 from mars_hf.distributed.exchange import Exchange, Matrix, MatrixPlanner, Parcel, Round, sharing_ranks
 from mars_hf.distributed.norms import GroupSums, named
@@ -310,8 +309,8 @@ class SharedStep:
                 continue
             if tensors.sums is not None:
                 self.sums.add(tensors.process_group, tensors.indices, tensors.sums[rows])
-            if tensors.moving is not None:
-                self.sums.add_moving(tensors.process_group, self._units_of(tensors), tensors.moving.flags)
+            if tensors.moving:
+                self.sums.add_moving(tensors.process_group, self._units_of(tensors), torch.cat(tensors.moving))
 
     def reduce(self) -> None:
         """Make sums over whole parameters of those over shards. Collective."""
@@ -323,9 +322,9 @@ class SharedStep:
     def find_moving(self, lists: Sequence[TensorList]) -> None:
         """Make flags of whole parameters of those of shards."""
         for tensors in lists:
-            if self.sums is not None and tensors.process_group is not None and tensors.moving is not None:
+            if self.sums is not None and tensors.process_group is not None and tensors.moving:
                 flags = self.sums.select_moving(tensors.process_group, self._units_of(tensors))
-                tensors.moving = Moving(flags.to(tensors.moving.flags), tensors.moving.units)
+                tensors.moving = list(flags.to(tensors.moving[0]).split([*map(len, tensors.moving)]))
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -364,8 +363,8 @@ class SharedStep:
         """Return the numbers by which all ranks know the units in a list of shards."""
         assert self.sums is not None
         columns = []
-        for index, units in zip(tensors.indices, tensors.unit_indices, strict=True):
-            columns += [self.sums.column_of_unit(index, unit) for unit in units]
+        for index, units in zip(tensors.indices, tensors.units, strict=True):
+            columns += [self.sums.column_of_unit(index, unit) for unit in units.indices]
         return columns
 
     def whole_sums(self, tensors: TensorList, sums: Tensor) -> Tensor:
@@ -503,7 +502,7 @@ class Ranks:
         """Return sums over whole parameters, which are 0 yet, of no process group."""
         count = max(len(self.shards.shapes), len(params))
         unit_counts: list[int] = []
-        if any(of_group.rule.normalizes for of_group in settings.groups):
+        if any(of_group.rule.orthogonalizes for of_group in settings.groups):
             # By shape alone, which every rank knows of every parameter.
             unit_counts = [shape[0] if len(shape) > 2 else 1 for shape in self.shards.shapes]
             unit_counts += [1] * (count - len(unit_counts))

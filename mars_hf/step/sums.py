@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mars_hf.arithmetic import rules
-from mars_hf.arithmetic.resting import Moving
+from mars_hf.arithmetic import resting, rules
 from mars_hf.step.last_norms import LastNorms
 from mars_hf.step.lists import TensorList
 from mars_hf.step.metrics import StepMetrics, counted_by
@@ -89,27 +88,14 @@ def rows_to_reduce(max_grad_norm: float | None) -> slice:
 # --- rest -------------------------------------------------------------------------------------------------------------
 
 
-def find_moving(lists: Sequence[TensorList], max_grad_norm: float | None) -> None:
-    """Find what has a gradient other than zero, under rules that normalize; what this rank has not rests with it.
+def find_moving(lists: Sequence[TensorList]) -> None:
+    """Find what has a gradient other than zero, under rules that orthogonalize: what has not rests.
 
     `SharedStep.find_moving` makes flags of whole parameters of those of shards.
     """
     for tensors in lists:
-        if tensors.rule.normalizes and _are_wholes_known(tensors, max_grad_norm):
-            tensors.moving = Moving(tensors.backend.find_moving(tensors.grads, tensors.units), tensors.units)
-
-
-def _are_wholes_known(tensors: TensorList, max_grad_norm: float | None) -> bool:
-    """Return whether a step knows the whole parameters: metrics, which come and go, must not decide what it does."""
-    has_reduction = tensors.rule.orthogonalizes or tensors.clip_threshold is not None or max_grad_norm is not None
-    return tensors.process_group is None or has_reduction
-
-
-def forget_if_all_move(lists: Sequence[TensorList]) -> None:
-    """Drop flags on CPUs, where reading them waits for nothing, if nothing rests: the step is an ordinary one."""
-    for tensors in lists:
-        if tensors.moving is not None and tensors.moving.flags.device.type == "cpu" and tensors.moving.flags.all():
-            tensors.moving = None
+        if tensors.rule.orthogonalizes:
+            tensors.moving = resting.find_moving(tensors.grads, tensors.units)
 
 
 # --- clipping ---------------------------------------------------------------------------------------------------------

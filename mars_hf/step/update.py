@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mars_hf.arithmetic import rules
+from mars_hf.arithmetic import resting, rules
 from mars_hf.step.lists import TensorList
 from mars_hf.step.metrics import StepMetrics, counted_by
 from mars_hf.step.ranks import Chunk
@@ -49,9 +49,10 @@ def update_matrices(chunk: Chunk, param_groups: Sequence[Mapping[str, Any]], met
 
 
 def _advance_momenta(tensors: TensorList, dtype: torch.dtype) -> list[Tensor]:
-    """Advance the first moments of a list, and return them in the dtype of the iteration."""
+    """Advance the first moments of a list, and return them in the dtype of the iteration; those at rest are zero."""
     momenta = [torch.empty_like(param, dtype=dtype) for param in tensors.params]
     _write(tensors, momenta, "momentum")
+    resting.put_to_rest(momenta, tensors.units, tensors.moving)
     return momenta
 
 
@@ -151,7 +152,6 @@ def _options(tensors: TensorList, arithmetic: str, rounding: rules.Rounding) -> 
         clip_bounds=tensors.clip_bounds,
         clip_threshold=math.inf if tensors.clip_threshold is None else float(tensors.clip_threshold),
         squares=tensors.squares,
-        moving=tensors.moving,
     )
 
 

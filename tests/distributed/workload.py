@@ -69,11 +69,11 @@ class Case:
     def numel_of_sums(self, params: int) -> int:
         """Return how many numbers a step adds up over the ranks of a process group.
 
-        For each parameter its norms and what is present, and under a rule that normalizes, whether it has a gradient
-        other than zero; one more column for the flag.
+        For each parameter its norms and what is present, and under a rule that orthogonalizes, whether it has a
+        gradient other than zero; one more column for the flag.
         """
         rows = 3 if self.folded else 1
-        moving = 0 if self.mars_type == "mars-adamw" else params
+        moving = 0 if self.mars_type in ("mars-adamw", "mars-lion") else params
         return (rows + 1) * (params + 1) + moving
 
     def create(self, model: nn.Module, **settings: Any) -> mars_hf.Mars:

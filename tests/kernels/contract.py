@@ -48,13 +48,15 @@ def draw(sizes: Any, dtype: torch.dtype = torch.float32, device: str = "cpu", se
 
 
 def problem(sizes: Any, device: str, *, without: Any = ("max_exp_avg_sq",), **dtypes: torch.dtype) -> dict[str, Any]:
-    """Return the lists of an update by name; float32 by default."""
+    """Return the lists of an update by name; float32 by default. Every seventh gradient is zero."""
     lists = {
         name: [] if name in without else draw(sizes, dtypes.get(name, torch.float32), device, seed)
         for seed, name in enumerate(NAMES, start=1)
     }
     for name in ("exp_avg_sq", "max_exp_avg_sq"):
         lists[name] = [tensor.abs() for tensor in lists[name]]
+    for gradient in lists["gradients"]:
+        gradient[::7] = 0
     return lists
 
 
@@ -93,7 +95,7 @@ def check_sums(backend: str, gradients: list[Tensor], last_grads: list[Tensor], 
 def expected_update(
     lists: dict[str, list[Tensor]], *, arithmetic: str, steps: list[float], lr: float, k: float, nesterov: float,
     beta1: float, beta2: float, eps: float, weight_decay: float, scale: Any = None,
-    factors: Any = None, second_moment: str = "corrected", moving: Any = None, cautious: bool = False,
+    factors: Any = None, second_moment: str = "corrected", cautious: bool = False,
 ) -> dict[str, list[Tensor]]:  # fmt: skip
     """Apply the contract of `rules.update` line by line, on copies."""
     wide = {name: [tensor.double().clone() for tensor in tensors] for name, tensors in lists.items()}
@@ -104,14 +106,10 @@ def expected_update(
         c = c if factors is None else c * factors[i].double()
         e.copy_(e + (1 - beta1) * (c - e))
         m = e + nesterov * (c - e) if nesterov else e
-        if moving is not None:
-            first, (number, stride, shift) = sum(units.number for units in moving.units[:i]), moving.units[i]
-            unit = (torch.arange(m.numel(), device=m.device).view(m.shape) + shift) // stride % number
-            m = m * moving.flags[first + unit]
         if arithmetic == "momentum":
             x.copy_(m)
             continue
-        direction = torch.where(m.isnan(), m, m.sign())
+        direction = torch.where(m.isnan(), m, m.sign() * g.ne(0))
         if arithmetic == "adamw":
             v, s = wide["exp_avg_sq"][i], g if second_moment == "gradient" else c
             v.copy_(beta2 * v + (1 - beta2) * s * s)

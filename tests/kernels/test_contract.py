@@ -27,7 +27,6 @@ from contract import (
 from mars_hf import Mars
 from mars_hf import kernels as backends
 from mars_hf.arithmetic import rules
-from mars_hf.arithmetic.resting import Moving, Units, units_in_one, units_in_stack
 
 SMALL = [5, 0, 1500]
 # Around the blocks, rows and tiles of both kernels.
@@ -36,9 +35,6 @@ PLAIN = ("exp_avg_sq", "max_exp_avg_sq")
 ALONE = (*PLAIN, "last_grad")
 SCALES = {"scale": torch.tensor(-0.3)}
 FACTORS = {"factors": torch.tensor([0.5, 1.0, 0.01])}
-# The last tensor is a flat shard that begins 300 elements into an expert of 700.
-AT_REST = {"moving": Moving(torch.tensor([0.0, 1, 1, 0, 1]), [Units(1, 5), Units(1, 1), Units(3, 700, 300)])}
-ONE_AT_REST = {"moving": Moving(torch.tensor([1.0, 1, 0]), [Units(1, size) for size in SMALL])}
 
 # By case: lists that are not there, and settings.
 CASES: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -51,20 +47,14 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "lion, recursive": (ALONE, {"arithmetic": "lion", "nesterov": 0.3}),
     "momentum": (PLAIN, {"arithmetic": "momentum", **SCALES, **FACTORS, "steps": [math.nan] * 3}),
     "momentum, recursive": (ALONE, {"arithmetic": "momentum", "nesterov": 0.3}),
-    "lion, some at rest": (PLAIN, {"arithmetic": "lion", **AT_REST}),
-    "momentum, some at rest": (ALONE, {"arithmetic": "momentum", "nesterov": 0.3, **AT_REST}),
-    "momentum, all of one at rest": (PLAIN, {"arithmetic": "momentum", **ONE_AT_REST}),
     "adamw, cautious": (("max_exp_avg_sq",), {"cautious": True, "weight_decay": 20.0}),
-    "lion, cautious, some at rest": (PLAIN, {"arithmetic": "lion", "cautious": True, "weight_decay": 20.0, **AT_REST}),
+    "lion, cautious": (PLAIN, {"arithmetic": "lion", "cautious": True, "weight_decay": 20.0}),
     "beta1 of 0": (("max_exp_avg_sq",), {"beta1": 0.0}),
 }
 
 
 def on(device: str, settings: dict[str, Any]) -> dict[str, Any]:
-    moved = {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in settings.items()}
-    if "moving" in moved:
-        moved["moving"] = Moving(moved["moving"].flags.to(device), moved["moving"].units)
-    return moved
+    return {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in settings.items()}
 
 
 @every_implementation
@@ -72,21 +62,6 @@ def on(device: str, settings: dict[str, Any]) -> dict[str, Any]:
 def test_update_formulas(backend, device, case):
     without, settings = CASES[case]
     check_update(backend, problem(SMALL, device, without=without), **on(device, settings))
-
-
-@every_implementation
-def test_what_moves(backend, device):
-    """Units with an element other than zero, wherever it is."""
-    zeros, last, nan, tiny, stack, flat = (torch.zeros(size) for size in (9000, 9000, (3, 5), 5, (4, 5, 600), 1500))
-    last[-1], nan[2, 4], tiny[0] = 1, torch.nan, 1e-45
-    stack[0, 4, 599], stack[2, 0, 0], flat[399], flat[1100] = 1, torch.inf, 1, 1  # of 300 to 399, 400 to 1099, the rest
-    gradients = [tensor.to(device) for tensor in (zeros, last, nan, tiny, stack, flat)]
-    units = [*map(units_in_one, gradients[:4]), units_in_stack(stack), Units(4, 700, 300)]
-    found = BACKENDS[backend]().find_moving(gradients, units)
-    assert found.tolist() == [0, 1, 1, 1, 1, 0, 1, 0, 1, 0, 1, 0]
-    turned = torch.zeros(5, 600, 4).permute(2, 0, 1)  # experts are last in memory
-    turned[1, 0, 3] = 1
-    assert BACKENDS[backend]().find_moving([turned.to(device)], [units_in_stack(turned)]).tolist() == [0, 1, 0, 0]
 
 
 @pytest.mark.skipif(INTERPRETED, reason="kernels have no running maximum")

@@ -301,7 +301,7 @@ def test_a_step_in_a_compiled_function(device):
 
 HOPPER, MI300 = GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)
 SIZES = {"TILE": kernels.TILE, "BLOCK": kernels.BLOCK, "MASKED_BLOCK": kernels.MASKED_BLOCK}
-POINTERS = {"count": "i32", "tiles": "i32", "steps": "*fp32", "lr": "*fp32", "moving": "*fp32"}
+POINTERS = {"count": "i32", "tiles": "i32", "steps": "*fp32", "lr": "*fp32"}
 POINTERS |= dict.fromkeys(("table", "seeds"), "*i64") | dict.fromkeys(("scale", "factors", "partials", "sums"), "*fp64")
 WIDE = (tl.float32,) * 4
 
@@ -316,7 +316,7 @@ def update(param, gradient, state, last, compute=tl.float32, **flags):
     dtypes = {"PARAM": param, "GRADIENT": gradient, "EXP_AVG": state, "EXP_AVG_SQ": state, "LAST": last}
     dtypes |= {name: flags.pop(name) for name in dtypes if name in flags}
     no_scales = dict.fromkeys(("EXP_AVG_SCALE", "EXP_AVG_SQ_SCALE", "LAST_SCALE"))
-    usual = {"RULE": "adamw", "CORRECTED": True, "CAUTIOUS": False, "DIVIDED": False, "LOST": None, "VECTOR": 4}
+    usual = {"RULE": "adamw", "CORRECTED": True, "CAUTIOUS": False, "LOST": None, "VECTOR": 4}
     flags = {**usual, **no_scales, **flags}
     return compiled(gpu_device.update, COMPUTE=compute, **dtypes, **flags)
 
@@ -353,7 +353,6 @@ def test_whole_blocks_move_128_bits_at_once(dtypes, flags, expected):
     "flags",
     [
         {"RULE": "lion"},
-        {"RULE": "lion", "DIVIDED": True},
         {"RULE": "lion", "CAUTIOUS": True},
         {"RULE": "momentum"},
         {"CORRECTED": False},
@@ -362,7 +361,6 @@ def test_whole_blocks_move_128_bits_at_once(dtypes, flags, expected):
 )
 def test_every_rule_compiles(flags):
     assert update(tl.float16, tl.float32, tl.float32, None, **flags).asm["cubin"]
-    assert compiled(gpu_device.find_moving, GRADIENT=tl.bfloat16).asm["cubin"]
 
 
 @compiles

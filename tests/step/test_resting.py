@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import fused_and_plain, gpt2, newton_schulz_in
+from helpers import fused_and_plain, gpt2, newton_schulz_in, on_a_gpu
 from test_formulas import references
 from torch import Tensor, nn
 
 from mars_hf import Mars, create
-from mars_hf.arithmetic.resting import find_moving, units_in_one, units_in_stack
+from mars_hf.arithmetic.resting import Units, find_moving, put_to_rest
 
 NORMALIZING = ["mars-m", "mars-shampoo", "mars-lion"]
 every_normalizing = pytest.mark.parametrize("mars_type", NORMALIZING)
+every_orthogonalizing = pytest.mark.parametrize("mars_type", ["mars-m", "mars-shampoo"])
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -94,13 +95,28 @@ def test_an_expert_without_tokens(mars_type):
         torch.testing.assert_close(part, module, rtol=0, atol=1e-5)
 
 
-def test_gradients_that_add_up_to_zero_move():
-    matrix, stack = torch.tensor([[1.0, -1.0]]), torch.tensor([[[1.0, -1.0]], [[0.0, -0.0]]])
-    assert find_moving([matrix, stack], [units_in_one(matrix), units_in_stack(stack)]).tolist() == [1, 1, 0]
-    (param,) = params = made((2, 2))
-    before = param.detach().clone()
-    step(Mars(params, mars_type="mars-lion"), torch.tensor([[1.0, -1.0], [-2.0, 2.0]]))
-    assert (param != before).all()
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=on_a_gpu)])
+def test_units_with_an_element_other_than_zero(device):
+    """Wherever it is, and whatever a unit adds up to; first moments of the others become zero, but NaN stays NaN."""
+    zeros, last, nan, tiny, opposite = (torch.zeros(3, size) for size in (9000, 9000, 5, 5, 2))
+    stack, turned, flat = torch.zeros(4, 5, 600), torch.zeros(5, 600, 4).permute(2, 0, 1), torch.zeros(1500)
+    last[-1, -1], nan[2, 4], tiny[0, 0], opposite[0] = 1, torch.nan, 1e-45, torch.tensor([1.0, -1.0])
+    stack[0, 4, 599], stack[2, 0, 0], turned[1, 0, 3] = 1, torch.inf, 1  # experts of the second are last in memory
+    flat[399], flat[1100] = 1, 1  # a shard that begins 300 elements into an expert of 700
+    gradients = [tensor.to(device) for tensor in (zeros, last, nan, tiny, opposite, stack, turned, flat)]
+    units = [*[Units([0])] * 5, *[Units(range(4))] * 2, Units(range(4), 700, 300)]
+    flags = find_moving(gradients, units)
+    expected = [[0], [1], [1], [1], [1], [1, 0, 1, 0], [0, 1, 0, 0], [1, 0, 1, 0]]
+    assert [of_tensor.tolist() for of_tensor in flags] == expected
+
+    momenta = [torch.ones_like(gradient, dtype=torch.bfloat16) for gradient in gradients]
+    momenta[0][0, 0] = torch.nan
+    put_to_rest(momenta, units, flags)
+    assert momenta[0].sum().isnan() and momenta[0].nansum() == 0
+    assert all((momentum == 1).all() for momentum in momenta[1:5])
+    for stacked, moves in zip(momenta[5:7], expected[5:7], strict=True):
+        assert stacked.mean((1, 2)).tolist() == moves
+    assert [part.mean().item() for part in momenta[7].split([400, 700, 400])] == [1, 0, 1]
 
 
 @fused_and_plain
@@ -138,9 +154,9 @@ def test_rest_with_normalized_rows(mars_type):
     assert params[1].isfinite().all() and not torch.equal(params[1][0], first[0])
 
 
-@every_normalizing
+@every_orthogonalizing
 def test_a_row_of_zeros_is_no_case(mars_type):
-    """An embedding's unused token moves with its momentum, as does a tensor with any gradient at all."""
+    """A matrix that has any gradient at all is orthogonalized as a whole, with its momentum."""
     params = made((6, 4), (6, 4))
     optimizer = Mars(params, lr=0.01, mars_type=mars_type, **newton_schulz_in("float32", mars_type))
     step(optimizer, draw(6, 4), draw(6, 4))
@@ -251,7 +267,7 @@ def test_metrics_change_nothing_at_rest():
     assert all(map(torch.equal, run(True), run(False)))
 
 
-@pytest.mark.parametrize("mars_type", ["mars-m", "mars-shampoo"])
+@every_orthogonalizing
 def test_a_row_at_rest_with_normalized_rows(mars_type):
     """An output without gradient, whose mean square is 0, stays finite, and so do the others."""
     (param,) = made((6, 4))
