@@ -58,6 +58,22 @@ class Arguments:
     max_eval_samples: int = option(256, "Evaluate on this many sequences at most.")
 
 
+@dataclass
+class Training(TrainingArguments):
+    """Those of transformers, with the recipe's defaults."""
+
+    _argument_group_name = "options of transformers.TrainingArguments"
+    output_dir: str | None = option("finetuned-lm", "Folder of the run.")
+    learning_rate: float = option(None, "AdamW's rate, which MARS converts; left out: 2e-5, without a model 5e-3.")
+    optim_args: str | None = option(
+        None, "Settings of the rule, such as gamma=0.05; left out: adamw_rates=true, and AdamW's betas for mars_adamw."
+    )
+
+
+class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the text above as it stands, and the default of each flag."""
+
+
 def stories() -> DatasetDict:
     """Return stories that this file makes up, a hundred of them held out."""
     names, things = "Anna Ben Clara David Emma Felix Greta Hugo".split(), "ball kite boat drum lamp book".split()
@@ -148,10 +164,14 @@ def build(args: Arguments, training: TrainingArguments) -> Trainer:
 def main(argv: list[str] | None = None) -> Trainer:
     """Train, evaluate and save; `argv` is the command line without the program's name."""
     mars_hf.register()  # --optim mars_adamw and the other names
-    kinds: Any = (Arguments, TrainingArguments)
-    parser = HfArgumentParser(kinds, prog="finetune_lm.py", usage=argparse.SUPPRESS)
-    parser.set_defaults(output_dir="finetuned-lm", optim="mars_adamw", learning_rate=None, lr_scheduler_type="cosine")
-    parser.set_defaults(warmup_steps=0.05, per_device_train_batch_size=16, logging_steps=25, eval_on_start=True)
+    kinds: Any = (Arguments, Training)
+    parser = HfArgumentParser(
+        kinds, prog="finetune_lm.py", usage=argparse.SUPPRESS, description=__doc__, formatter_class=Help
+    )
+    parser.set_defaults(
+        optim="mars_adamw", lr_scheduler_type="cosine", warmup_steps=0.05, per_device_train_batch_size=16
+    )
+    parser.set_defaults(logging_steps=25, eval_on_start=True)
     try:
         args, training = parser.parse_args_into_dataclasses(argv)
         if args.model_name_or_path is None:

@@ -54,6 +54,23 @@ class Arguments:
     train_val_split: float = option(0.2, "Share to hold out of data that hold nothing out.")
 
 
+@dataclass
+class Training(TrainingArguments):
+    """Those of transformers, with the recipe's defaults."""
+
+    _argument_group_name = "options of transformers.TrainingArguments"
+    output_dir: str | None = option("finetuned-vit", "Folder of the run.")
+    learning_rate: float = option(None, "AdamW's rate, which MARS converts; left out: 5e-5, without a model 2e-3.")
+    num_train_epochs: float = option(None, "Times that the images are read; left out: 3, without a model 10.")
+    optim_args: str | None = option(
+        None, "Settings of the rule, such as gamma=0.05; left out: adamw_rates=true, and AdamW's betas for mars_adamw."
+    )
+
+
+class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the text above as it stands, and the default of each flag."""
+
+
 def digits() -> datasets.Dataset:
     """Return scikit-learn's 1,797 handwritten digits, 8 x 8 pixels of 17 shades of grey."""
     from PIL import Image
@@ -138,11 +155,12 @@ def build(args: Arguments, training: TrainingArguments) -> Trainer:
 def main(argv: list[str] | None = None) -> Trainer:
     """Train, evaluate and save; `argv` is the command line without the program's name."""
     mars_hf.register()  # --optim mars_m and the other names
-    kinds: Any = (Arguments, TrainingArguments)
-    parser = HfArgumentParser(kinds, prog="finetune_vit.py", usage=argparse.SUPPRESS)
-    parser.set_defaults(output_dir="finetuned-vit", optim="mars_m", learning_rate=None, lr_scheduler_type="cosine")
-    parser.set_defaults(warmup_steps=0.05, per_device_train_batch_size=32, num_train_epochs=None, logging_steps=50)
-    parser.set_defaults(eval_on_start=True, remove_unused_columns=False)
+    kinds: Any = (Arguments, Training)
+    parser = HfArgumentParser(
+        kinds, prog="finetune_vit.py", usage=argparse.SUPPRESS, description=__doc__, formatter_class=Help
+    )
+    parser.set_defaults(optim="mars_m", lr_scheduler_type="cosine", warmup_steps=0.05, per_device_train_batch_size=32)
+    parser.set_defaults(logging_steps=50, eval_on_start=True, remove_unused_columns=False)
     try:
         args, training = parser.parse_args_into_dataclasses(argv)
         if args.model_name_or_path is None:

@@ -43,6 +43,7 @@ from transformers import GPT2Tokenizer
 
 CONTEXT = 1024  # of GPT-2
 _BATCH = 1000  # documents
+_LARGE_SHARE = 0.1  # of the held-out text, for one document
 _SETTINGS = ("dataset_config", "dataset_revision", "train_split", "text_column", "test_size", "seed", "max_tokens")
 # As in tiktoken_ext.openai_public, so that transformers' tokenizer comes from the files that tiktoken caches.
 URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/"
@@ -88,6 +89,12 @@ def main(argv: list[str] | None = None) -> None:
         print(f"{split:<6}{entry['tokens']:,} tokens, {entry['documents']:,} documents, {entry['bytes']:,} bytes")
         if entry["tokens"] < CONTEXT:
             print(f"      less than one block of {CONTEXT}: train with a smaller --block_size")
+    if len(documents) > 1 and (share := largest_share(output / "val.bin", meta["end_of_text"])) > _LARGE_SHARE:
+        held_out = entries["val"]["tokens"] / sum(entry["tokens"] for entry in entries.values())
+        print(
+            f"warning: one document makes {share:.0%} of the held-out text, which is {held_out:.2%} of all. Its losses "
+            "tell about this document; cut long documents, or give a larger --test_size"
+        )
     print(f"ready: --data_dir {output}")
 
 
@@ -143,6 +150,12 @@ def tokenize(documents: datasets.Dataset, num_threads: int) -> Iterator[tuple[np
         for batch in documents.iter(_BATCH):
             yield from pool.map(encode, batch[sources.TEXT])
             bar.update(len(batch[sources.TEXT]))
+
+
+def largest_share(path: Path, end_of_text: int) -> float:
+    """Return the share of the longest document in the tokens of a file."""
+    ends = np.flatnonzero(np.fromfile(path, token_files.DTYPE) == end_of_text)
+    return float(np.diff(ends, prepend=-1).max() / (ends[-1] + 1))
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

@@ -59,6 +59,20 @@ class Arguments:
     vocab_size: int = option(50304, "Rows of the embedding: GPT-2's 50,257, rounded up to a multiple of 64.")
 
 
+@dataclass
+class Training(TrainingArguments):
+    """Those of transformers, with the recipe's defaults."""
+
+    _argument_group_name = "options of transformers.TrainingArguments"
+    output_dir: str | None = option("pretrained", "Folder of the run.")
+    learning_rate: float = option(6e-3, "Published for mars_m and mars_adamw on GPT-2 small; AdamW's is a tenth.")
+    weight_decay: float = option(0.01, "Decoupled weight decay; AdamW's is 0.1.")
+
+
+class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the text above as it stands, and the default of each flag."""
+
+
 class TokenFile(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """Consecutive blocks of a file of uint16 token ids."""
 
@@ -152,11 +166,11 @@ def build(args: Arguments, training: TrainingArguments) -> Trainer:
 def main(argv: list[str] | None = None) -> None:
     """Train, evaluate and save; `argv` is the command line without the program's name."""
     mars_hf.register()  # --optim mars_m and the other names
-    kinds: Any = (Arguments, TrainingArguments)
-    parser = HfArgumentParser(kinds, prog="pretrain_minimal.py", usage=argparse.SUPPRESS)
-    # The rate is published for mars_m and mars_adamw on GPT-2 small; AdamW's is a tenth.
-    parser.set_defaults(output_dir="pretrained", optim="mars_m", learning_rate=6e-3, weight_decay=0.01)
-    parser.set_defaults(lr_scheduler_type="cosine", logging_steps=10)
+    kinds: Any = (Arguments, Training)
+    parser = HfArgumentParser(
+        kinds, prog="pretrain_minimal.py", usage=argparse.SUPPRESS, description=__doc__, formatter_class=Help
+    )
+    parser.set_defaults(optim="mars_m", lr_scheduler_type="cosine", logging_steps=10)
     try:
         args, training = parser.parse_args_into_dataclasses(argv)
         trainer = build(args, training)

@@ -15,6 +15,7 @@ import argparse
 import math
 import os
 import random
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,49 @@ CHAT_TEMPLATE = (
     "{% for message in messages %}{{ message['role'] + ': ' + message['content'] + eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
+
+
+def option(default: Any, text: str) -> Any:
+    """Return a flag's default and help."""
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass
+class Arguments(ScriptArguments):
+    """TRL's choice of data."""
+
+    dataset_name: str | None = option(
+        None, "Data set of the Hub, or a folder; left out: chats that this file makes up."
+    )
+    dataset_config: str | None = option(None, "Configuration of a data set on the Hub.")
+    dataset_train_split: str = option("train", "Part to train on.")
+    dataset_test_split: str = option("test", "Part to hold out; where there is none, a twentieth of the other.")
+
+
+@dataclass
+class Model(ModelConfig):
+    """TRL's choice of the model and of its adapters."""
+
+    model_name_or_path: str | None = option(None, "Hub or folder; left out: a small GPT-2 with random weights.")
+    use_peft: bool = option(True, "Train LoRA adapters; false: all weights.")
+
+
+@dataclass
+class Training(SFTConfig):
+    """TRL's, with the recipe's defaults."""
+
+    _argument_group_name = "options of trl.SFTConfig"
+    output_dir: str | None = option("finetuned-lora", "Folder of the run.")
+    learning_rate: float = option(
+        None, "AdamW's rate, which MARS converts; left out: 2e-4, with all weights 2e-5, without a model 5e-3."
+    )
+    optim_args: str | None = option(
+        None, "Settings of the rule, such as gamma=0.05; left out: adamw_rates=true, and AdamW's betas for mars_adamw."
+    )
+
+
+class Help(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the text above as it stands, and the default of each flag."""
 
 
 def chats() -> DatasetDict:
@@ -142,13 +186,13 @@ def answer(trainer: Any, row: dict[str, Any]) -> str:
 def main(argv: list[str] | None = None) -> SFTTrainer:
     """Train, evaluate and save; `argv` is the command line without the program's name."""
     mars_hf.register()  # --optim mars_adamw and the other names
-    kinds: Any = (ScriptArguments, ModelConfig, SFTConfig)
-    parser = TrlParser(kinds, prog="sft_lora.py", usage=argparse.SUPPRESS)
-    parser.set_defaults(output_dir="finetuned-lora", optim="mars_adamw", learning_rate=None, lr_scheduler_type="cosine")
-    parser.set_defaults(warmup_steps=0.05, per_device_train_batch_size=16, logging_steps=25, eval_on_start=True)
+    kinds: Any = (Arguments, Model, Training)
+    parser = TrlParser(kinds, prog="sft_lora.py", usage=argparse.SUPPRESS, description=__doc__, formatter_class=Help)
     parser.set_defaults(
-        use_peft=True, lora_target_modules=["all-linear"], dtype="float32", bf16=torch.cuda.is_available()
+        optim="mars_adamw", lr_scheduler_type="cosine", warmup_steps=0.05, per_device_train_batch_size=16
     )
+    parser.set_defaults(logging_steps=25, eval_on_start=True, bf16=torch.cuda.is_available())
+    parser.set_defaults(lora_target_modules=["all-linear"], dtype="float32")
     try:
         data, model_args, training = parser.parse_args_and_config(argv)
         if model_args.model_name_or_path is None:

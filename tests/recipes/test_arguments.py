@@ -373,3 +373,21 @@ def test_help_sets_own_options_apart(capsys):
     first, _, second = capsys.readouterr().out.partition("\noptions of TrainingArguments:\n")
     assert "\n  --n_layer " in first.partition("options of the recipe:\n")[2] and "\n  --n_layer " not in second
     assert "\n  --learning_rate " in second and "\n  --learning_rate " not in first
+
+
+@pytest.mark.parametrize(
+    ("argv", "name", "defaults"),
+    [
+        ([], "embedded.yaml with mars_m", {"n_layer": 4, "optimizer": "mars_m", "learning_rate": 0.016, "beta1": 0.95}),
+        (["--optimizer", "adamw"], "embedded.yaml with adamw", {"learning_rate": 0.002, "beta2": 0.95}),
+        (["--config", "gpt2-small"], "gpt2-small.yaml with mars_adamw", {"n_layer": 12, "max_steps": 100000}),
+    ],
+)
+def test_help_states_the_defaults_of_the_config(argv, name, defaults, capsys):
+    with pytest.raises(SystemExit):
+        pretrain_gpt2.main([*argv, "--help"])
+    words = " ".join(capsys.readouterr().out.split())
+    assert f"Defaults are those of {name}." in words
+    assert words.index(" --optimizer ") < words.index(" --n_layer ") > words.index(" --config CONFIG ")
+    for flag, value in defaults.items():
+        assert re.search(rf" --{flag} [^-].*?\(default: (.*?)\)(?= --|$| options)", words)[1] == str(value), flag

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import math
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -21,7 +22,14 @@ from helpers import gpt2
 from peft import AutoPeftModelForCausalLM
 from PIL import Image
 from test_pretrain_gpt2 import equal_weights, launch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2LMHeadModel, GPT2Tokenizer, pipeline
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GPT2LMHeadModel,
+    GPT2Tokenizer,
+    TrainingArguments,
+    pipeline,
+)
 
 import mars_hf
 from mars_hf.groups.suggest import suggest
@@ -328,10 +336,50 @@ def test_only_packages_are_imported(recipe):
     assert of_mars == {"register"} <= set(mars_hf.__all__)
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES.values(), pretrain_minimal], ids=lambda recipe: recipe.__name__)
-def test_help_begins_with_own_flags(recipe, capsys):
+def help_of(recipe, capsys) -> str:
     with pytest.raises(SystemExit) as end:
         recipe.main(["--help"])
-    text = capsys.readouterr().out
-    own = "--use_peft" if recipe is sft_lora else "--dataset_name"
-    assert end.value.code == 0 and 0 < text.index(f"  {own} ") < text.index("  --max_grad_norm ")
+    assert end.value.code == 0
+    return capsys.readouterr().out
+
+
+def flags_of(text: str) -> dict[str, str]:
+    """Return the words of each flag of a --help."""
+    blocks = [block for part in text.split("\n\n") for block in re.split(r"\n  (?=-)", part)]
+    words = [" ".join(block.split()) for block in blocks if block.startswith("--")]
+    return {re.match(r"--(\w+)", block)[1]: block for block in words}
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES.values(), pretrain_minimal], ids=lambda recipe: recipe.__name__)
+def test_help_begins_with_own_flags(recipe, capsys):
+    """The file's text, then the flags of the recipe, then those of transformers or TRL below a line of their own."""
+    text = help_of(recipe, capsys)
+    assert recipe.__doc__ in text
+    base = "trl.SFTConfig" if recipe is sft_lora else "transformers.TrainingArguments"
+    own, inherited = map(flags_of, text.split(f"\noptions of {base}:"))
+    assert {"dataset_name", "use_peft" if recipe is sft_lora else "dataset_config_name"} <= own.keys() - inherited
+    assert {"learning_rate", "optim", "output_dir", "max_grad_norm"} <= inherited.keys() - own
+    assert not [flag for flag in own.values() if not re.search(r" [A-Z]\w+ .*\w.* \(default: ", flag)]
+
+
+@pytest.mark.parametrize("recipe", [*RECIPES.values(), pretrain_minimal], ids=lambda recipe: recipe.__name__)
+def test_help_states_the_defaults_of_the_bare_command(recipe, capsys, monkeypatch):
+    """Where a default depends on the model, the words have it."""
+    given = {}
+
+    def stop(*parts):
+        (training,) = (part for part in parts if isinstance(part, TrainingArguments))
+        given.update(vars(training))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(recipe, "build", stop)
+    with pytest.raises(KeyboardInterrupt):
+        recipe.main([])
+    capsys.readouterr()
+    flags = flags_of(help_of(recipe, capsys))
+    for name in ("optim", "output_dir", "warmup_steps", "per_device_train_batch_size", "learning_rate"):
+        stated, default = re.fullmatch(r"(.*) \(default: (.*)\)", flags[name]).groups()
+        if default == "None":
+            default = re.search(r"without a model (\S+)\.$", stated)[1]
+        value = getattr(given[name], "value", given[name])
+        assert default == str(value) or float(default) == value, name

@@ -155,6 +155,25 @@ def test_single_document_is_cut(tmp_path, text, size, head):
     assert_prepared(out, {"train": [head], "val": [text[len(head) :]]})
 
 
+@pytest.mark.parametrize(
+    ("sizes", "size", "warning"),
+    [
+        ([40, 30, 20], 0.0005, "one document makes 100% of the held-out text, which is "),
+        ([30] * 40, 0.5, None),
+        ([60, *[30] * 39, 900], 0.975, "one document makes 42% of the held-out text, which is 98.58% of all"),
+        ([90], 0.5, None),  # of a single document the end is held out
+    ],
+)
+def test_warning_about_one_large_held_out_document(sizes, size, warning, tmp_path, capsys):
+    prepare(
+        tmp_path, "--files", write_jsonl(tmp_path / "a.jsonl", ["a\n" * lines for lines in sizes]), "--test_size", size
+    )
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning: ")]
+    assert [warning in line and line.endswith("or give a larger --test_size") for line in lines] == [True] * bool(
+        warning
+    )
+
+
 def test_find_files(tmp_path):
     (tmp_path / "folder" / "deeper").mkdir(parents=True)
     names = ("a.jsonl", "b.jsonl", "c.json", "folder/deeper/[d].JSONL")

@@ -235,7 +235,11 @@ def read(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Path]:
     parser.prog = path.name  # for errors in the file
     words = {str(name): value if isinstance(value, str) else json.dumps(value) for name, value in settings.items()}
     values = parser.parse_args([f"--{name}={word}" for name, word in words.items() if word != "null"])
-    values = _parser().parse_args(argv, values)
+    parser = _parser()
+    # For --help; parse_args itself starts from `values`.
+    parser.set_defaults(**{name: each for name, each in vars(values).items() if each != parser.get_default(name)})
+    parser.description = f"{parser.description} Defaults are those of {path.name} with {chosen}."
+    values = parser.parse_args(argv, values)
     _check_names(values)
     if values.output_dir is None:
         values.output_dir = f"runs/{path.stem}-{chosen}" + ("-exact" if values.is_approx is False else "")
@@ -270,7 +274,10 @@ def _parser() -> HfArgumentParser:
         description="Pretrain GPT-2 or Llama with MARS, AdamW, NAdamW or Muon.",
         allow_abbrev=False,
     )
-    parser.add_argument("--config", default="embedded", help="YAML file of settings, or one of recipes/configs.")
+    shipped = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.yaml")))
+    parser.add_argument("--config", default="embedded", help=f"YAML file of settings, or one of {shipped}.")
+    own = parser._optionals._group_actions
+    own.sort(key=lambda action: action.dest not in ("help", "config", "optimizer"))  # those first
     return parser
 
 
