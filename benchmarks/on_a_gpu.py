@@ -27,7 +27,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 _GRACE = 20.0  # seconds between asking a part to end and ending it
 # The files with tests marked gpu.
-TESTS = ("tests/kernels", "tests/step/test_formulas.py", "tests/step/test_gradients.py")
+TESTS = ("tests/kernels", "tests/step/test_formulas.py", "tests/step/test_gradients.py", "tests/step/test_resting.py")
 
 
 @dataclass(frozen=True)

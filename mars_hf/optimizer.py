@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ from mars_hf.step.release import GradientRelease
 from mars_hf.step.sums import find_moving, rows_to_reduce, set_factors, take_sums
 from mars_hf.step.update import count_steps, note_peaks, update, update_matrices
 
+_device_of = attrgetter("device")
 # Labels of groups that a model's modules and names give.
 _OF_MODEL = ("left_out", "pattern")
 # By the name of a package: called when a Mars is made while that is imported. Modules above this one fill it in.
@@ -604,7 +606,7 @@ class Mars(torch.optim.Optimizer):
     def _autocast_off(self) -> Iterator[None]:
         """Leave autocast: the arithmetic of a step is not the model's."""
         with contextlib.ExitStack() as stack:
-            for device in {"cpu", *(param.device.type for param in self._params())} - {"meta"}:
+            for device in {"cpu", *[device.type for device in set(map(_device_of, self._params()))]} - {"meta"}:
                 if torch.is_autocast_enabled(device):
                     stack.enter_context(torch.autocast(device, enabled=False))
             yield
@@ -631,7 +633,7 @@ class Mars(torch.optim.Optimizer):
         norms = LastNorms()
         for tensors in lists:
             if tensors.squares is not None:
-                norms.remember([state["last_grad"] for state in tensors.states], tensors.squares)
+                norms.remember(tensors.last_grad, tensors.squares)
         return norms
 
     def _reject_frozen(self) -> None:

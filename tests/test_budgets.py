@@ -33,15 +33,16 @@ ROOT = PACKAGE.parent
 # Files, and lines with C++.
 COMPARE = "mars_hf/compare"
 ROOMS = {
-    "mars_hf": (62, 15_300),  # `suggest` as a table of the terminal
+    "mars_hf": (63, 15_300),  # `suggest` as a table of the terminal
     COMPARE: (20, 2_750),
     "recipes": (38, 5_150),  # words for --help, which files to copy state themselves
-    "tests": (125, 30_700),
-    "benchmarks": (11, 2_600),
+    "tests": (126, 30_900),
+    "benchmarks": (12, 2_700),
 }
 MOST_SETTINGS, MOST_PUBLIC_NAMES = 32, 9
 # Files that one step enters.
-WALKS = {"mars-adamw": 16, "mars-m": 21}
+# One more than they had: small tensors on a CPU are joined (kernels/joined.py).
+WALKS = {"mars-adamw": 17, "mars-m": 22}
 
 # Functions with more decisions than this are named below.
 NAMED_FROM = 12

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -112,14 +112,21 @@ Column = Sequence[Tensor] | Sequence[Coded]
 Columns = Mapping[str, Column]
 
 
+def is_coded(column: Column) -> bool:
+    """Return whether a column is in 8 bits."""
+    return len(column) > 0 and isinstance(column[0], Coded)
+
+
 def tensors_of(column: Column) -> list[Tensor]:
     """Return the tensors of the parameters' shapes: values, or codes."""
-    return [each.codes if isinstance(each, Coded) else each for each in column]
+    if is_coded(column):
+        return [each.codes for each in cast("Sequence[Coded]", column)]
+    return list(cast("Sequence[Tensor]", column))
 
 
 def scales_of(column: Column) -> list[Tensor]:
     """Return the scales of a column in 8 bits; none of any other."""
-    return [each.scales for each in column if isinstance(each, Coded)]
+    return [each.scales for each in cast("Sequence[Coded]", column)] if is_coded(column) else []
 
 
 def values_of(column: Column) -> list[Tensor]:

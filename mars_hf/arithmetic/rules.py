@@ -67,9 +67,13 @@ def sums(
         float64 (see `sum_dtype`), 4 rows, one column per tensor: <g, g>, <g, last>, <last, last>, <c, c>. The square
         of a float32 never overflows there.
     """
-    wide = sum_dtype(gradients[0].device)
-    dtype = torch.float64 if torch.float64 in {tensor.dtype for tensor in (*gradients, *last_grads)} else torch.float32
-    g, last, c = _correct(gradients, last_grads, scale, k if corrected else None, dtype)
+    g, last, c = correct(gradients, last_grads, scale, k if corrected else None)
+    return sums_of(g, last, c, products=products, corrected=corrected)
+
+
+def sums_of(g: list[Tensor], last: list[Tensor], c: list[Tensor], *, products: bool, corrected: bool) -> Tensor:
+    """Return the rows of `sums`, from what `correct` returns."""
+    wide = sum_dtype(g[0].device)
     rows: list[Tensor | None] = [None] * 4
     if corrected or not last:
         rows[3] = torch.stack(torch._foreach_norm(c, 2, wide)).square()
@@ -78,7 +82,7 @@ def sums(
     if products and last:
         rows[1] = torch.stack([torch.sum(a.to(wide) * b) for a, b in zip(g, last, strict=True)])
         rows[2] = torch.stack(torch._foreach_norm(last, 2, wide)).square()
-    zeros = torch.zeros(len(gradients), dtype=wide, device=gradients[0].device)
+    zeros = torch.zeros(len(g), dtype=wide, device=g[0].device)
     return torch.stack([zeros if row is None else row for row in rows])
 
 
@@ -163,7 +167,7 @@ def update(
     is_double = any(tensor.dtype == torch.float64 for tensors in lists for tensor in tensors)
     dtype = torch.float64 if is_double else torch.float32
     last_grads = buffers.get("last_grad", [])
-    g, _, c = _correct(gradients, last_grads, options.scale, options.k, dtype)
+    g, _, c = correct(gradients, last_grads, options.scale, options.k, dtype)
     if options.factors is not None:
         # c̃_t = c_t / max(1, ‖c_t‖ / clip_threshold)    (Algorithm 2; see `clip_factors`)
         c = list(torch._foreach_mul(c, list(options.factors.to(dtype).unbind())))
@@ -374,14 +378,17 @@ def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
     return torch.where(torch.isfinite(values), rounded, values).to(torch.bfloat16)
 
 
-def _correct(
+def correct(
     gradients: list[Tensor],
     last_grads: list[Tensor],
     scale: Tensor | None,
     k: float | None,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None = None,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Return g, last and c in a dtype; c is g without last gradients or k."""
+    """Return g, last and c in a dtype, None for that of their arithmetic; c is g without last gradients or k."""
+    if dtype is None:
+        is_double = torch.float64 in {tensor.dtype for tensor in (*gradients, *last_grads)}
+        dtype = torch.float64 if is_double else torch.float32
     g, last = ([tensor.to(dtype) for tensor in tensors] for tensors in (gradients, last_grads))
     if scale is not None:
         g = list(torch._foreach_mul(g, scale.to(dtype)))

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from mars_hf import log
 from mars_hf.arithmetic import eight_bits, rules
-from mars_hf.arithmetic.eight_bits import SCALES, Coded, Column, Columns, join_weight, values_of
+from mars_hf.arithmetic.eight_bits import SCALES, Coded, Column, Columns, join_weight, tensors_of, values_of
+from mars_hf.kernels import joined
 
 # Compiling takes a second or two, once per machine. From this size on it pays off within a few hundred steps.
 COMPILED_FROM = 1_000_000
@@ -52,6 +53,8 @@ class Backend:
         """Take the sums; see `rules.sums`. Last gradients may be in 8 bits."""
         if self.kernels is not None:
             return self.kernels.sums(gradients, last_grads, **settings)
+        if self.foreach and joined.can_sum(gradients, last_grads):
+            return joined.sums(gradients, tensors_of(last_grads), **settings)
         size = len(gradients) if self.foreach else 1
         parts = [slice(start, start + size) for start in range(0, len(gradients), size)]
         columns = []
@@ -67,6 +70,9 @@ class Backend:
             # Kernels bypass autograd: a graph that has saved a parameter must not run backward.
             torch.autograd.graph.increment_version(params)
             return self.kernels.update(params, gradients, buffers, options)
+        if self.foreach and joined.can_update(params, buffers, options):
+            joined.update(params, gradients, buffers, options)
+            return None
         count = len(options.steps)
         size = count if self.foreach else 1
         for start in range(0, count, size):

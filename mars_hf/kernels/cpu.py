@@ -22,6 +22,7 @@ import sys
 import tempfile
 from array import array
 from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,7 @@ FLAGS = (
 LIBRARIES = ("-lstdc++",)
 # By the processor's capability as PyTorch reports it; wider vectors do not make memory faster.
 X86_FLAGS = {"AVX2": ("-mavx2", "-mfma"), "AVX512": ("-mavx2", "-mfma")}
+_dtype_of = attrgetter("dtype")
 TIMEOUT = 120.0  # seconds; the kernels need two
 
 
@@ -186,7 +188,7 @@ def _descriptor(
     lists = [params, gradients, *map(tensors_of, columns), rounding.compensations]
     sizes = list(map(Tensor.numel, gradients))
     assert all(list(map(Tensor.numel, tensors)) in (sizes, []) for tensors in lists), "sizes differ between lists"
-    assert all(len({tensor.dtype for tensor in tensors}) < 2 for tensors in lists), "dtypes differ in a list"
+    assert all(len(set(map(_dtype_of, tensors))) < 2 for tensors in lists), "dtypes differ in a list"
     absent = [0] * len(sizes)
     lists_and_scales = [*lists, *map(scales_of, columns)]
     descriptor = array("q", [TYPES[tensors[0].dtype] if tensors else 0 for tensors in lists_and_scales])

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,14 +25,13 @@ class Memory(NamedTuple):
 
 def are_apart(tensors: Sequence[Tensor]) -> bool:
     """Return whether tensors without gaps are in memory, aligned, and share none of it."""
-    starts = list(map(Tensor.data_ptr, tensors))
-    sizes = list(map(Tensor.element_size, tensors))
-    if not all(starts) or any(map(operator.mod, starts, sizes)):
+    starts = np.array(list(map(Tensor.data_ptr, tensors)))
+    sizes = np.array(list(map(Tensor.element_size, tensors)))
+    if not starts.all() or (starts % sizes).any():
         return False
+    ends = starts + sizes * np.array(list(map(Tensor.numel, tensors)))
     # Spans are apart if, in order, none starts before the one before it ends.
-    lengths = map(operator.mul, map(Tensor.numel, tensors), sizes)
-    ends = sorted(map(operator.add, starts, lengths))
-    return not any(map(operator.gt, ends[:-1], sorted(starts)[1:]))
+    return not (np.sort(ends)[:-1] > np.sort(starts)[1:]).any()
 
 
 def inspect_memory(rows: Sequence[Sequence[Tensor]], scales: Sequence[Sequence[Tensor]]) -> list[Memory]:

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from operator import attrgetter
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from mars_hf.arithmetic import eight_bits
 
-
-class _Remembered(NamedTuple):
-    address: int
-    version: int  # changes with the values, but for writes through `.data`
-    norm: float
+_version_of = attrgetter("_version")  # changes with the values, but for writes through `.data`
 
 
 class LastNorms:
@@ -24,13 +19,15 @@ class LastNorms:
 
     def __init__(self) -> None:
         """Start with none."""
-        self._remembered = WeakTensorKeyDictionary()
+        # By id: the tensor, which lives as long as this does, so that no other has its id; address, version and norm.
+        self._by_id: dict[int, tuple[Tensor, int, int, float]] = {}
 
     def remember(self, last_grads: Sequence[Tensor], squares: Tensor) -> None:
-        """Remember the squares of the norms of last gradients."""
-        for last, norm in zip(last_grads, squares.sqrt().tolist(), strict=True):
-            most = norm * eight_bits.LARGEST_GROWTH if last.dtype == torch.int8 else norm
-            self._remembered[last] = _Remembered(last.data_ptr(), last._version, most)
+        """Remember the squares of the norms of last gradients, all in 8 bits or none."""
+        growth = eight_bits.LARGEST_GROWTH if last_grads[0].dtype == torch.int8 else 1.0
+        norms = (squares.sqrt() * growth).tolist()
+        remembered = zip(last_grads, map(Tensor.data_ptr, last_grads), map(_version_of, last_grads), norms, strict=True)
+        self._by_id.update(zip(map(id, last_grads), remembered, strict=True))
 
     def clip_bounds(self, last_grads: Sequence[Tensor], clip_threshold: float, k: float) -> list[float]:
         """Return, for each last gradient, the largest <g, g> at which c is surely not clipped; -1 if nothing is sure.
@@ -38,16 +35,16 @@ class LastNorms:
         From ||c|| <= (1 + k) ||g|| + k ||last||.
         """
         bounds = []
+        most = min(clip_threshold, 1e150) / 1.01  # with a margin for last gradients that a state has rounded
         for last in last_grads:
-            # The margin is for last gradients that a state has rounded.
-            slack = min(clip_threshold, 1e150) / 1.01 - k * self._norm_of(last)
+            slack = most - k * self._norm_of(last)
             bounds.append((slack / (1 + k)) ** 2 if slack >= 0 else -1.0)
         return bounds
 
     def _norm_of(self, last: Tensor) -> float:
         """Return the norm of a last gradient, infinity if it is not known."""
-        known = self._remembered.get(last)
+        known = self._by_id.get(id(last))
         if known is None:
             return math.inf
-        is_unchanged = known.address == last.data_ptr() and known.version == last._version
-        return known.norm if is_unchanged else math.inf
+        _, address, version, norm = known
+        return norm if address == last.data_ptr() and version == last._version else math.inf

@@ -5,8 +5,11 @@ All lists are made anew in each step: nothing of a former one is trusted. Errors
 
 from __future__ import annotations
 
+import collections
+import itertools
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +26,8 @@ from mars_hf.kernels.memory import Memory, are_apart, inspect_memory
 from mars_hf.step import coded, states
 
 _NO_ROWS = torch.empty(0, device="cpu")
+# For maps over many tensors.
+_dtype_of, _device_of, _layout_of, _shape_of = map(attrgetter, ("dtype", "device", "layout", "shape"))
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
@@ -190,12 +195,17 @@ def _collect(
     entries = []
     param_index = -1
     for group_index, (group, rule) in enumerate(zip(param_groups, rules, strict=True)):
+        buffers_of: dict[Any, states.Buffers] = {}  # by what decides them in a group; in 8 bits the shape does, too
+        in_8_bits = group["state_dtype"] == eight_bits.NAME
         for param in group["params"]:
             param_index += 1
             if param.grad is None:
                 continue
-            state = all_states[param] if param in all_states else {}
-            buffers = states.buffers_of(rule, param, group, state)
+            state = all_states.get(param, {})
+            kind = (param.dtype, "last_grad" in state)
+            if in_8_bits or kind not in buffers_of:
+                buffers_of[kind] = states.buffers_of(rule, param, group, state)
+            buffers = buffers_of[kind]
             spec = specs.get(param) if specs else None
             if not buffers.are_in(state):
                 check_gradient(param, param.grad)
@@ -215,38 +225,40 @@ def _are_ordinary(entries: Sequence[Entry]) -> bool:
 
     They are plain, of the dtypes they should have, on one device, contiguous, of the parameters' shapes, and lie apart.
     """
-    tensors = [tensor for entry in entries for tensor in entry.tensors]
-    coded_entries = [entry for entry in entries if entry.buffers.coded]
-    for entry in coded_entries:
-        tensors += entry.scales
-    if not _are_plain(tensors) or not _are_counts([entry.state["step"] for entry in entries]):
+    tensors = list(itertools.chain.from_iterable([entry.tensors for entry in entries]))
+    scales = list(itertools.chain.from_iterable([entry.scales for entry in entries]))
+    if not _are_plain([*tensors, *scales]) or not _are_counts([entry.state["step"] for entry in entries]):
         return False
-    if not _are_typed(entries, tensors, has_codes=bool(coded_entries)) or not all(map(_has_one_shape, entries)):
+    if not _are_typed(entries, tensors) or not _have_one_shape(entries, tensors):
         return False
+    tensors += scales
     return all(map(Tensor.is_contiguous, tensors)) and are_apart(tensors)
 
 
-def _are_typed(entries: Sequence[Entry], tensors: Sequence[Tensor], *, has_codes: bool) -> bool:
+def _are_typed(entries: Sequence[Entry], tensors: Sequence[Tensor]) -> bool:
     """Return whether tensors have the dtypes that they should have."""
-    if has_codes:
+    if any([entry.buffers.coded for entry in entries]):
         return all(map(_is_coded_as_it_should, entries))
-    return {tensor.dtype for tensor in tensors} <= _FLOATS
+    return set(map(_dtype_of, tensors)) <= _FLOATS
 
 
 def _are_plain(tensors: Sequence[Tensor]) -> bool:
     """Return whether tensors hold values as they are, on one device."""
-    if not set(map(type, tensors)) <= PLAIN or any(tensor.layout is not torch.strided for tensor in tensors):
+    if not set(map(type, tensors)) <= PLAIN or set(map(_layout_of, tensors)) != {torch.strided}:
         return False
-    return not any(map(Tensor.is_neg, tensors)) and len({tensor.device for tensor in tensors}) == 1
+    return not any(map(Tensor.is_neg, tensors)) and len(set(map(_device_of, tensors))) == 1
 
 
 def _are_counts(steps: Sequence[Any]) -> bool:
     return set(map(type, steps)) == {Tensor} and not any(map(Tensor.dim, steps))
 
 
-def _has_one_shape(entry: Entry) -> bool:
-    shapes = [tensor.shape for tensor in entry.tensors]
-    return shapes.count(shapes[0]) == len(shapes)
+def _have_one_shape(entries: Sequence[Entry], tensors: Sequence[Tensor]) -> bool:
+    """Return whether all tensors of each entry have the shape of its parameter."""
+    expected: list[torch.Size] = []
+    for entry in entries:
+        expected += [entry.param.shape] * len(entry.tensors)
+    return list(map(_shape_of, tensors)) == expected
 
 
 def _is_coded_as_it_should(entry: Entry) -> bool:
@@ -317,28 +329,27 @@ def _sort(
     chunk_of: Mapping[int, Any],
 ) -> dict[_Key, list[_Member]]:
     """Sort whole parameters and shards by what the members of a list have in common."""
-    members: dict[_Key, list[_Member]] = {}
+    members: dict[_Key, list[_Member]] = collections.defaultdict(list)
+    orthogonalizes = [rule.orthogonalizes for rule in rules]
     for entry, memory in zip(entries, memories, strict=True):
         spec = entry.spec
         shards: Sequence[Shard | None] = (None,) if spec is None else spec.shards
         scales_of_shards = [entry.scales] if spec is None else _scales_of_shards(entry, len(shards))
         rows_of_shards = [_NO_ROWS] * len(shards)
-        if rules[entry.group_index].orthogonalizes:
+        if orthogonalizes[entry.group_index]:
             rows_of_shards = states.split_rows(entry.param, param_groups[entry.group_index], entry.state, spec)
         for shard, scales, rows in zip(shards, scales_of_shards, rows_of_shards, strict=True):
-            chunk = None
-            if rules[entry.group_index].orthogonalizes:
-                chunk = chunk_of.get(_param_index(entry, shard))
+            chunk = chunk_of.get(_param_index(entry, shard)) if orthogonalizes[entry.group_index] else None
             key = _Key(
-                group_index=entry.group_index,
-                device=entry.tensors[0].device,
-                buffers=entry.buffers,
-                dtypes=tuple([tensor.dtype for tensor in entry.tensors]),
-                state_fits=memory.state_fits,
-                process_group=None if spec is None else spec.group,
-                chunk=chunk,
+                entry.group_index,
+                entry.tensors[0].device,
+                entry.buffers,
+                tuple(map(_dtype_of, entry.tensors)),
+                memory.state_fits,
+                None if spec is None else spec.group,
+                chunk,
             )
-            members.setdefault(key, []).append(_Member(entry, shard, scales, rows, memory.grad_fits))
+            members[key].append(_Member(entry, shard, scales, rows, memory.grad_fits))
     return members
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Container, Iterable, Mapping, MutableMapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,26 +36,37 @@ _NAMED_STEP = (
 )
 
 
-class Buffers(NamedTuple):
-    """The buffers that a step reads and writes."""
+@dataclass(frozen=True, eq=False)
+class Buffers:
+    """The buffers that a step reads and writes; `of_keys` has one object for all parameters that have the same."""
 
     keys: tuple[str, ...]  # all of the parameter's shape
-    coded: tuple[str, ...] = ()  # those in 8 bits
+    coded: tuple[str, ...]  # those in 8 bits
 
-    @property
+    @staticmethod
+    @functools.cache
+    def of_keys(keys: tuple[str, ...], coded: tuple[str, ...] = ()) -> Buffers:
+        """Return the buffers of these keys."""
+        return Buffers(keys, coded)
+
+    @functools.cached_property
     def with_scales(self) -> tuple[str, ...]:
         """Return the keys of those in 8 bits that have scales."""
         return tuple([key for key in self.coded if key in SCALES])
 
-    @property
+    @functools.cached_property
     def scales(self) -> tuple[str, ...]:
         """Return the keys of these scales."""
         return tuple([SCALES[key] for key in self.with_scales])
 
+    @functools.cached_property
+    def _needed(self) -> frozenset[str]:
+        return frozenset(["step", *self.keys, *self.scales])
+
     def are_in(self, state: Mapping[str, Any]) -> bool:
         """Return whether a state has these buffers, with scales if its first moment should have them, and only then."""
         has_scales = SCALES["exp_avg"] in state
-        return has_scales == bool(self.scales) and state.keys() >= {"step", *self.keys, *self.scales}
+        return has_scales == bool(self.scales) and state.keys() >= self._needed
 
 
 def prepare(
@@ -145,8 +158,8 @@ def buffers_of(rule: UpdateRule, param: Tensor, group: Mapping[str, Any], state:
     if group["rounding"] == "kahan" and param.dtype == torch.bfloat16:
         keys.append("compensation")
     if group["state_dtype"] != eight_bits.NAME:
-        return Buffers(tuple(keys))
-    return Buffers(tuple(keys), coded.coded_keys(rule, param, group, keys))
+        return Buffers.of_keys(tuple(keys))
+    return Buffers.of_keys(tuple(keys), coded.coded_keys(rule, param, group, keys))
 
 
 def buffer_dtype(param: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> torch.dtype:

@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
+import host_time
 import interleave
 import memory
 import on_a_gpu
@@ -348,3 +349,14 @@ def test_gpu_kernels(tmp_path, monkeypatch, capsys):
     assert counter.get_total_flops() == gpu_kernels.flops_of(matrix.shape, gpu_kernels.MatrixLayout(), steps=5)
     (ours,) = gpu_kernels.orthogonalize([matrix])
     torch.testing.assert_close(plain.float(), ours, rtol=0, atol=0.05)
+
+
+def test_host_time(tmp_path, capsys):
+    host_time.main(["--count", "8", "12", "--rounds", "3", "--output_dir", str(tmp_path)])
+    (path,) = tmp_path.iterdir()
+    written = json.loads(path.read_text())
+    assert [*written["tensors"]] == ["8", "12"]
+    assert all(rows.keys() == host_time.MAKE.keys() for rows in written["tensors"].values())
+    assert all(row["ms"] > 0 for rows in written["tensors"].values() for row in rows.values())
+    assert written["tensors"]["8"][host_time.BASELINE]["ratio"] == 1.0
+    assert f"in {path}" in capsys.readouterr().out

@@ -323,6 +323,17 @@ def test_kernels_and_memory_on_h100():
     assert f"and {peak_of('h100', 'mars-adamw, fused=False')} for mars-adamw with `fused=False`" in words
 
 
+def test_host_time_on_the_page():
+    """Microseconds a tensor and ratios of docs/speed.md are those of the results."""
+    file = ROOT / "benchmarks" / "results" / "host_time_intel_xeon.json"
+    page = PAGES["speed.md"].read_text(encoding="utf-8")
+    for count, rows in json.loads(file.read_text(encoding="utf-8"))["tensors"].items():
+        cells = [f"{rows['AdamW foreach']['us_a_tensor']:.0f} µs"]
+        for name in ("mars-adamw, kernels", "mars-adamw, plain PyTorch"):
+            cells.append(f"{rows[name]['us_a_tensor']:.0f} µs, {rows[name]['ratio']:.2f}x")
+        assert f"| {int(count):,} | {' | '.join(cells)} |" in page
+
+
 # --- docs/speed.md: states in 8 bits ---------------------------------------------------------------------------------
 
 
