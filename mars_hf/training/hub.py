@@ -9,6 +9,7 @@ import contextlib
 import functools
 import hashlib
 import inspect
+import json
 import math
 import os
 import re
@@ -36,7 +37,10 @@ TAGS = ("mars", "mars_hf")
 _SEAL_BEGINS = "<!-- mars_hf "
 _SEAL = _SEAL_BEGINS + "{}: training rewrites this file unless somebody has edited it. -->\n"
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_BASE_SENTENCE = re.compile(r"is a fine-tuned version of \[.*?\]\(https://huggingface\.co/.*?\)")
+_BASE_SENTENCE = re.compile(
+    r"(?<=^This model )(is a fine-tuned version of \[.*?\]\(https://huggingface\.co/.*?\)|was trained from scratch)",
+    re.MULTILINE,
+)
 _ADAPTER = "base_model:adapter:"
 # By `weight_decay_mode`.
 _OF_DECAY = {
@@ -202,6 +206,9 @@ def _complete_card(trainer: Any, mars: Mars, dataset: list[str]) -> None:
 
     origin = _origin(card.data.base_model, getattr(model.config, "name_or_path", None))
     text = _BASE_SENTENCE.sub(lambda _: origin, card.text).replace("on the None dataset", "on an unknown dataset")
+    name = path.absolute().parent.name  # which TRL's card lacks without a repository
+    text = text.replace("\n# Model Card for None\n", f"\n# Model Card for {name}\n")
+    text = text.replace('model="None"', f"model={json.dumps(name)}")
     text = re.sub(r"^- learning_rate: .*$", f"- learning_rate: {main['lr']:g}", text, flags=re.MULTILINE)
     work = _work_of(mars, main["rule"])
     optimizer = f"- optimizer: {work.name} ({main['rule']}), see below\n"
@@ -223,11 +230,11 @@ def _work_of(mars: Mars, rule: str) -> _Work:
 
 
 def _origin(base: str | None, name_or_path: str | None) -> str:
-    """Return the sentence about a model's origin: Trainer and TRL link to a base that does not exist."""
+    """Return the sentence about a model's origin: of a folder, Trainer says "from scratch", TRL links to the Hub."""
     if base is not None:
         return f"is a fine-tuned version of [{base}](https://huggingface.co/{base})"
     if name_or_path:
-        return "is a fine-tuned version of a local model"
+        return f"is a fine-tuned version of the local model `{Path(name_or_path).name}`"
     return "was trained from scratch"
 
 

@@ -276,9 +276,15 @@ def test_base_model(tmp_path, monkeypatch, base):
     model.config._name_or_path = base if base != "gone" else str(tmp_path / base)
     run = trainer(arguments(tmp_path, **BY_NAME), model)
     run.train()
-    origin = f"[{base}](https://huggingface.co/{base})" if is_public else "a local model"
-    assert f"This model is a fine-tuned version of {origin} on" in card_of(run) and str(tmp_path) not in card_of(run)
-    assert metadata_of(run).base_model == (base if is_public else None) and asked == []
+    origin = f"[{base}](https://huggingface.co/{base})" if is_public else f"the local model `{base}`"
+    for rewrite in (False, True):
+        if rewrite:
+            monkeypatch.setattr(modelcard, "is_offline_mode", lambda: True)
+            run.create_model_card()  # as a script does: Trainer's own text says of a folder "trained from scratch"
+        assert f"This model is a fine-tuned version of {origin} on" in card_of(run) and str(tmp_path) not in card_of(
+            run
+        )
+        assert metadata_of(run).base_model == (base if is_public else None) and asked == []
 
 
 @pytest.mark.parametrize("base", ["on the Hub", "a folder", "from scratch"])
@@ -315,13 +321,15 @@ def test_card_of_trl(tmp_path):
     run = build("SFT", tmp_path, trl.SFTTrainer, args={**EVALUATED, **BY_NAME}, eval_dataset=data)
     run.train()
     run.save_model()
+    assert f"\n# Model Card for {tmp_path.name}\n" in card_of(run)
     run.create_model_card("tiny", dataset_name=str(tmp_path))
     card, data = card_of(run), metadata_of(run)
     assert {"trl", "sft", "mars", "generated_from_trainer"} <= set(data.tags)
     assert "This model was trained from scratch" in card and data.base_model is data.datasets is None
     assert str(tmp_path) not in str(data)
     assert "| matrix | mars-adamw |" in card and "Cite TRL as:" in card
-    assert card.count("```python") == 1  # TRL's quick start
+    assert card.count("```python") == 1 and "None" not in card  # TRL's quick start
+    assert f'pipeline("text-generation", model="{tmp_path.name}", ' in card
     assert "loss" in {result.metric_type for result in data.eval_results}
 
 
