@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -16,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from mars_hf.compare import files
 from mars_hf.compare.differences import FinishedRun
@@ -176,8 +176,8 @@ def training_of(result: Mapping[str, Any], order: Order) -> Mapping[str, Any]:
 
 
 def folder_name(arm: str) -> str:
-    """Return the name of the folder for an arm's runs."""
-    return re.sub(r"[^\w.=-]+", "_", arm)
+    """Return the name of the folder for an arm's runs; no two arms share one."""
+    return quote(arm, safe="=,")
 
 
 def shell_line(run: Run) -> str:

@@ -207,6 +207,14 @@ def test_slots_share_a_machine(monkeypatch):
     assert Slots().environment(0) == {} and not Slots().share_a_device
 
 
+def test_arms_have_folders_of_their_own(tmp_path):
+    """Names that differ in punctuation alone, too; a name is never a path."""
+    names = ["muon a", "muon_a", "muon-a", "muon/a", "muon: a", "../muon", "muon:gamma=0.1,beta1=0.9"]
+    comparison = Comparison(Plan([Arm(name) for name in names]), Order("train.py"), tmp_path)
+    folders = {comparison.run(arm, (0,), 1).folder.parent for arm in comparison.plan.arms}
+    assert len(folders) == len(names) and {folder.parent for folder in folders} == {tmp_path / "runs"}
+
+
 def test_comparison_of_a_new_folder_starts_with_the_baseline(tmp_path):
     """From least to most runs: four arms, three rates or more, two further seeds for three, three new seeds."""
     arms = plan("adamw_torch", "mars_adamw", "mars_m", "muon")
