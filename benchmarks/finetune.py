@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Fine-tune a language model once, as the searches of tune.py do: all of its weights, or LoRA adapters.
+"""Fine-tune a language model once, as the plans finetuning and smollm2 do: all of its weights, or LoRA adapters.
 
     python benchmarks/finetune.py --model_name_or_path runs/bases/mars_adamw --optim mars_m --learning_rate 0.016
 

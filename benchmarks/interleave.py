@@ -16,10 +16,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "recipes"))
 try:
-    from pretraining.compare import launch
-    from pretraining.compare.page import markdown
+    from mars_hf.compare import page
+    from mars_hf.compare.page import markdown
 except ModuleNotFoundError as missing:
     sys.exit(f"{missing}; benchmarks need pip install -c constraints.txt -e '.[recipes]'")
 
@@ -141,12 +140,12 @@ def quartiles(values: Sequence[float | None], others: Sequence[float | None]) ->
 
 def describe_machine() -> dict[str, str | int]:
     """Return processor, cores, accelerator, versions and the threads of PyTorch."""
-    return {**launch.describe_machine(), "threads": torch.get_num_threads()}
+    return {**page.describe_machine(), "threads": torch.get_num_threads()}
 
 
 def device_name(device: torch.device) -> str:
     """Return the name of the processor or GPU."""
-    return str(launch.describe_machine()["accelerator" if device.type == "cuda" else "cpu"])
+    return str(page.describe_machine()["accelerator" if device.type == "cuda" else "cpu"])
 
 
 def resume(output: Path, new: dict[str, Any]) -> dict[str, Any]:

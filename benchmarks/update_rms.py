@@ -32,7 +32,7 @@ STEPS, WARMUP = 100, 50
 COMMON = f"--max_steps {STEPS} --warmup_steps {WARMUP} --cpu_threads 1 --eval_on_start false".split()
 COMMON += "--eval_strategy no --sample_tokens 0 --disable_tqdm true".split()
 _MARS_M = "--learning_rate 0.008 --lr_embeddings 0.016 --gamma 0.025".split()
-# At the rates of `tune.py embedded`. The last run has AdamW's half-life for the first moment, not twice that.
+# At the rates of results/tune_embedded.json. The last run has AdamW's half-life for the first moment, not twice that.
 RUNS = [
     ("adamw", "--learning_rate 0.004 --lr_embeddings 0.004".split()),
     ("mars_adamw", "--learning_rate 0.008 --lr_embeddings 0.008 --gamma 0.025".split()),

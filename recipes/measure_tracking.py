@@ -22,10 +22,9 @@ from pathlib import Path
 from typing import Any
 
 import pretrain_gpt2
-from pretraining import files
-from pretraining.compare import tracking
-from pretraining.compare.tracking import TrackingProbe
+from pretraining import files, tracking
 from pretraining.run import arguments
+from pretraining.tracking import TrackingProbe
 from transformers import Trainer
 
 

@@ -35,7 +35,7 @@ COMPARE = "mars_hf/compare"
 ROOMS = {
     "mars_hf": (63, 15_300),  # `suggest` as a table of the terminal
     COMPARE: (20, 2_750),
-    "recipes": (38, 5_150),  # words for --help, which files to copy state themselves
+    "recipes": (29, 4_350),
     "tests": (126, 30_900),
     "benchmarks": (12, 2_700),
 }

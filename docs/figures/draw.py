@@ -10,8 +10,6 @@ Those of the measurements read benchmarks/results; the others are computed from 
 from __future__ import annotations
 
 import argparse
-import json
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,17 +27,19 @@ from matplotlib.ticker import MaxNLocator
 from scipy import stats
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "recipes"))
-from pretraining.compare import page, presets  # noqa: E402 (needs the line above)
-from pretraining.compare.comparison import FinishedRun, by_contender  # noqa: E402
+sys.path.append(str(ROOT / "benchmarks"))
+import published  # noqa: E402 (needs the line above)
+from published import by_contender, further_runs, runs  # noqa: E402
 
-IMAGES, RESULTS = ROOT / "docs" / "images", ROOT / "benchmarks" / "results"
+from mars_hf.compare import picture  # noqa: E402
+
+IMAGES = ROOT / "docs" / "images"
 NAMES = {"adamw": "AdamW", "nadamw": "NAdamW", "mars_adamw": "MARS-AdamW", "muon": "Muon", "mars_m": "MARS-M"}
 # Arms with the best `beta1` of those that were searched on each text, where it is not 0.9. On the headers AdamW gets
 # 0.7: 0.6 is better with the search's seed, but has a higher mean.
 BEST_ON_PYTHON = {"adamw": "adamw 0.8", "mars_adamw": "mars_adamw 0.8"}
 BEST_ON_HEADERS = {"adamw": "adamw 0.7", "nadamw": "nadamw 0.8", "mars_adamw": "mars_adamw 0.7"}
-# Optimizers have the colors of page.COLORS; everything else is in shades that none of them has.
+# Optimizers have the colors of picture.COLORS; everything else is in shades that none of them has.
 SHADES = ("#80cdc1", "#35978f", "#01564f")
 GREY = "0.45"
 BETA1, GAMMA = 0.95, 0.025  # defaults of Mars
@@ -58,21 +58,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(output / name)
 
 
-def runs(name: str) -> list[FinishedRun]:
-    """Return the runs of a comparison in benchmarks/results."""
-    return [FinishedRun(**run) for run in json.loads((RESULTS / f"{name}.json").read_text())["runs"]]
-
-
-def further_runs(search: str) -> list[FinishedRun]:
-    """Return the runs with further seeds of a search, each arm at its best rate."""
-    rows = json.loads((RESULTS / f"tune_{search}.json").read_text())["runs"]
-    return [
-        FinishedRun(row["arm"], row["seed"], row["learning_rate"], row["eval_loss"], math.nan, row["curve"])
-        for row in rows
-        if "curve" in row
-    ]
-
-
 def draw_controls() -> Figure:
     """Show the final losses of five optimizers on both texts: seeds, means and 95% intervals of the means."""
     texts = {
@@ -85,7 +70,7 @@ def draw_controls() -> Figure:
         for place, arm in enumerate(NAMES):
             losses = np.array([run.eval_loss for run in arms[best.get(arm, arm)]])
             half = stats.t.ppf(0.975, len(losses) - 1) * stats.sem(losses)
-            color = page.COLORS[arm]
+            color = picture.COLORS[arm]
             axes.scatter(losses, [place + 0.2] * len(losses), s=10, color=color, alpha=0.5, linewidths=0)
             axes.errorbar(losses.mean(), place, xerr=half, fmt="o", color=color, capsize=3, markersize=6)
             axes.annotate(
@@ -110,7 +95,7 @@ def draw_loss_curve() -> Figure:
     for optimizer, arm in (("adamw", "adamw"), ("mars_m", "mars_m, gamma 1 - beta1")):  # as the job has them
         steps, losses = np.array([run.curve for run in arms[arm]]).transpose(2, 1, 0)  # (step, seed) each
         beta1 = {"adamw": 0.9, "mars_m": 0.95}[optimizer]
-        color, label = page.COLORS[optimizer], f"{NAMES[optimizer]}, beta1 {beta1:g}"
+        color, label = picture.COLORS[optimizer], f"{NAMES[optimizer]}, beta1 {beta1:g}"
         axes.fill_between(steps[:, 0], losses.min(axis=1), losses.max(axis=1), color=color, alpha=0.3, linewidth=0)
         axes.plot(steps[:, 0], losses.mean(axis=1), ".-", color=color, label=label)
     axes.set_xticks(steps[:, 0])
@@ -124,9 +109,9 @@ def draw_loss_curve() -> Figure:
 def draw_betas() -> Figure:
     """Show final losses over beta1, one line an optimizer: means, and a dot for each seed."""
     figure, axes = plt.subplots(figsize=(6.4, 4.4), layout="constrained")
-    lines = page.lines_of(runs("betas_embedded"), presets.load("betas"))
+    lines = published.lines_of("betas_embedded")
     for name, line in lines.items():
-        color = page.color(name)
+        color = picture.color(name)
         betas = [beta1 for beta1, losses in line for _ in losses]
         axes.scatter(betas, [loss for _, losses in line for loss in losses], s=8, color=color, alpha=0.6)
         means = sorted((beta1, float(np.mean(losses))) for beta1, losses in line)
@@ -146,14 +131,14 @@ def draw_betas() -> Figure:
 
 def draw_finetuning() -> Figure:
     """Show the held-out loss of SmolLM2 over the learning rate, as the searches found it."""
-    searched = json.loads((RESULTS / "tune_smollm2.json").read_text())["runs"]
+    searched = published.read("tune_smollm2")["runs"]
     figure, panels = plt.subplots(1, 2, figsize=(6.4, 3.2), layout="constrained", sharey=True)
     for axes, (mode, title) in zip(panels, {"all": "all weights", "lora": "LoRA, rank 16"}.items(), strict=True):
         rates = set()
         for optimizer, optim in (("adamw", "adamw(0.9)"), ("mars_adamw", "mars_adamw"), ("mars_m", "mars_m")):
             of_arm = {"text": "kjv", "mode": mode, "optim": optim, "seed": 100}.items()
             line = sorted((run["learning_rate"], run["eval_loss"]) for run in searched if of_arm <= run.items())
-            axes.plot(*zip(*line, strict=True), ".-", color=page.COLORS[optimizer], label=NAMES[optimizer])
+            axes.plot(*zip(*line, strict=True), ".-", color=picture.COLORS[optimizer], label=NAMES[optimizer])
             rates.update(rate for rate, _ in line)
         axes.set(xscale="log", xlabel="learning rate")
         axes.set_title(title, fontsize="medium")
@@ -189,9 +174,9 @@ def draw_weights() -> Figure:
     figure, axes = plt.subplots(figsize=(6.4, 3.6), layout="constrained")
     ages = np.arange(7)  # from age 1 on the curves run in parallel
     rows = [
-        ("AdamW (gamma = 0)", 0.0, page.COLORS["adamw"], "s"),
-        (f"approx MARS (gamma = {GAMMA})", GAMMA, page.COLORS["mars_adamw"], "o"),
-        (f"Nesterov, NAdam (gamma = 1 - beta1 = {1 - BETA1:.2f})", 1 - BETA1, page.COLORS["nadamw"], "^"),
+        ("AdamW (gamma = 0)", 0.0, picture.COLORS["adamw"], "s"),
+        (f"approx MARS (gamma = {GAMMA})", GAMMA, picture.COLORS["mars_adamw"], "o"),
+        (f"Nesterov, NAdam (gamma = 1 - beta1 = {1 - BETA1:.2f})", 1 - BETA1, picture.COLORS["nadamw"], "^"),
     ]
     for label, gamma, color, marker in rows:
         weights = weights_of_past_gradients(BETA1, gamma, len(ages))

@@ -84,9 +84,7 @@ def _compare(options: argparse.Namespace, arguments: list[str]) -> int:
     slots = Slots(jobs, options.gpus, options.max_runs, options.keep_outputs)
     with files.locked(output, "compares"):
         output.mkdir(parents=True, exist_ok=True)
-        comparison = Comparison(
-            plan, template, output, options.metric, options.greater_is_better, searches=not options.no_search
-        )
+        comparison = Comparison(plan, template, output, options.metric, options.greater_is_better)
         if options.dry_run:
             for run in itertools.islice(comparison.missing(), 1000):
                 print(runs.shell_line(run))

@@ -29,7 +29,6 @@ class Comparison:
         output: folder of the runs.
         asked_metric: name of a metric; None: the script's.
         greater_is_better: of it.
-        searches: False takes the first rates.
     """
 
     plan: Plan
@@ -37,7 +36,6 @@ class Comparison:
     output: Path
     asked_metric: str | None = None
     greater_is_better: bool = False
-    searches: bool = True
     script: Script | None = None  # after the first run
     metric: Metric | None = None  # after the first run that did not diverge
     about: list[str] = field(default_factory=list)  # lines about them
@@ -73,7 +71,7 @@ class Comparison:
                 self.about = [line, _about_training(training, self.script, self.plan.baseline), *result["notes"]]
             elif not self.searches:
                 raise ValueError(
-                    f"{self.plan.baseline.name} diverges at its first rate, and --no_search tries no other"
+                    f"{self.plan.baseline.name} diverges at its first rate, and without a search no other is tried"
                 )
 
     def first_run(self) -> Run:
@@ -125,7 +123,11 @@ class Comparison:
         return sum(len(by_seed) for arm in arms for by_seed in self.results(arm).values())
 
     def _wanted(self, arm: Arm) -> list[tuple[Place, int]]:
-        return search.wanted(self.results(arm), self._search_seeds, len(self.plan.rates)) if self.searches else []
+        plan = self.plan
+        if plan.grid:
+            places = [(power,) * len(plan.rates) for power in plan.grid]
+            return search.missing(self.results(arm), places, plan.search_seeds)
+        return search.wanted(self.results(arm), plan.search_seeds, len(plan.rates)) if self.searches else []
 
     def is_searched(self, arm: Arm) -> bool:
         """Return whether an arm's best rate is known."""
@@ -139,6 +141,11 @@ class Comparison:
         """Return the run of an arm at its best rate with a seed of the comparison; None where the search goes on."""
         best = self.best(arm) if self.is_searched(arm) else None
         return None if best is None else self.run(arm, best, seed)
+
+    @property
+    def searches(self) -> bool:
+        """Return whether rates are searched."""
+        return bool(self.plan.search_seeds)
 
     @property
     def _first_place(self) -> Place:
@@ -161,7 +168,7 @@ class Comparison:
         order = replace(
             self.template,
             folder=str(self.output / "runs" / runs.folder_name(arm.name) / f"rate-{name}-seed-{seed}"),
-            arguments=[*self.template.arguments, *words(self._flags(arm, rate, others))],
+            arguments=[*self.template.arguments, *words(self._flags(arm, rate, others, seed))],
             shared={**self.plan.set, "seed": seed, "data_seed": seed},
             arm=of_arm,
             # Arms that are not MARS's keep transformers' Trainer; so do scripts that train several times.
@@ -171,10 +178,11 @@ class Comparison:
         )
         return Run(arm, place, rate, seed, order)
 
-    def _flags(self, arm: Arm, rate: float, others: list[float]) -> Mapping[str, Any]:
+    def _flags(self, arm: Arm, rate: float, others: list[float], seed: int) -> Mapping[str, Any]:
         """Return the arm's own flags of the script's command line."""
         parts = {"rate": f"{rate:g}", "twice": f"{2 * rate:g}", "eighth": f"{rate / 8:g}"}
         flags = {**self.plan.arguments, **arm.arguments, **dict(zip(self.plan.rates[1:], others, strict=False))}
+        flags |= self.plan.further if seed in self.plan.seeds else {}
         return {name: value.format(**parts) if isinstance(value, str) else value for name, value in flags.items()}
 
     def _best_rate_of_baseline(self) -> float | None:
@@ -236,11 +244,11 @@ class Comparison:
         best = self.best(arm)
         if best is None:
             return f"{arm.name}: diverged at all rates."
-        why = search.edge(self.results(arm), best) if self.searches else ""
+        why = search.edge(self.results(arm), best, self.plan.grid) if self.searches else ""
         return why and f"{arm.name}: its best rate lies at an edge: {why}."
 
 
-_UNSEARCHED = "Rates were not searched (--no_search): a rule may look bad because its rate is."
+_UNSEARCHED = "Rates were not searched: a rule may look bad because its rate is."
 
 
 def _about_training(training: Mapping[str, Any], script: Script, baseline: Arm) -> str:

@@ -66,9 +66,12 @@ class Plan:
         arms: the contenders.
         rates: names of what is searched; the first is learning_rate, others are flags of the script.
         seeds: of the comparison.
-        search_seeds: of the search, others: the first brackets the best rate, all choose among the best three.
+        search_seeds: of the search, others: the first brackets the best rate, all choose among the best three; (): the
+            first rates are taken.
+        grid: powers of two of the first rates, which all arms run with all search seeds in place of the search.
         set: values of TrainingArguments in all runs.
         arguments: of the script in all runs.
+        further: of the script, in the runs with the seeds of the comparison.
         pairs: further pairs of arms to compare.
         about: a line for the page.
     """
@@ -77,8 +80,10 @@ class Plan:
     rates: Sequence[str] = ("learning_rate",)
     seeds: Sequence[int] = (1, 2, 3)
     search_seeds: Sequence[int] = SEARCH_SEEDS
+    grid: Sequence[int] = ()
     set: Mapping[str, Any] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    further: Mapping[str, Any] = field(default_factory=dict)
     pairs: Sequence[tuple[str, str]] = ()
     about: str = ""
 

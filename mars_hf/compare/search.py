@@ -27,18 +27,18 @@ def wanted(results: Results, seeds: Sequence[int], count: int = 1) -> list[tuple
         count: number of rates that are searched.
     """
     by_first = {place: _value(by_seed, seeds[:1]) for place, by_seed in results.items() if seeds[0] in by_seed}
-    missing = _around_best(by_first, count)
-    if missing:
-        return [(place, seeds[0]) for place in missing]
+    unknown = _around_best(by_first, count)
+    if unknown:
+        return [(place, seeds[0]) for place in unknown]
     finite = [place for place, value in by_first.items() if math.isfinite(value)]
     finalists = sorted(finite, key=lambda place: by_first[place])[:FINALISTS]
-    missing_runs = _missing(results, finalists, seeds)
+    missing_runs = missing(results, finalists, seeds)
     middle = best(results, seeds)
     if missing_runs or middle is None:
         return missing_runs
     # The best mean may be at an edge of what these seeds have tried.
     around = [place for place in _neighbours(middle, count) if not _diverged(results.get(place, {}))]
-    return _missing(results, around, seeds)
+    return missing(results, around, seeds)
 
 
 def best(results: Results, seeds: Sequence[int]) -> Place | None:
@@ -47,8 +47,10 @@ def best(results: Results, seeds: Sequence[int]) -> Place | None:
     return _lowest({place: _value(results[place], seeds) for place in known})
 
 
-def edge(results: Results, middle: Place) -> str:
+def edge(results: Results, middle: Place, grid: Sequence[int] = ()) -> str:
     """Return why the place has no worse finite neighbours on both sides, for the page; "" if it has."""
+    if grid and middle[0] in (min(grid), max(grid)):
+        return "at an end of the grid"
     if max(map(abs, middle)) >= FARTHEST:
         return f"at the end of the search, {FARTHEST} factors of two from its start"
     if any(_diverged(results.get(place, {})) for place in _neighbours(middle, len(middle))):
@@ -85,7 +87,8 @@ def _neighbours(middle: Place, count: int) -> list[Place]:
     return [place for place in places if max(map(abs, place)) <= FARTHEST]
 
 
-def _missing(results: Results, places: Sequence[Place], seeds: Sequence[int]) -> list[tuple[Place, int]]:
+def missing(results: Results, places: Sequence[Place], seeds: Sequence[int]) -> list[tuple[Place, int]]:
+    """Return the runs of places with seeds that are not there."""
     return [(place, seed) for place in places for seed in seeds if seed not in results.get(place, {})]
 
 

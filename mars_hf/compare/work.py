@@ -174,6 +174,9 @@ def count_runs(comparison: Comparison) -> tuple[int, int]:
     final = len(plan.seeds)
     if not comparison.searches:
         return final * len(plan.arms), final * len(plan.arms)
+    if plan.grid:
+        each = len(plan.grid) * len(plan.search_seeds) + final
+        return each * len(plan.arms), each * len(plan.arms)
     others = len(plan.search_seeds) - 1
     least, most = 3**rates + FINALISTS * others, 6**rates + (FINALISTS + 1) * others
     return len(plan.arms) * (least + final), len(plan.arms) * (most + final)

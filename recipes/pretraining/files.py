@@ -1,43 +1,14 @@
-"""Write files whole or not at all, and keep other processes out of a folder."""
+"""Read and write files whole or not at all, and keep other processes out of a folder."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import math
-import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
+from mars_hf.compare.files import locked, write_json, write_text
 
-
-@contextlib.contextmanager
-def locked(folder: Path, verb: str, *, wait: bool = False) -> Iterator[None]:
-    """Keep other processes out of a folder for a block, by the file .NAME.lock beside it.
-
-    Args:
-        folder: it need not exist; a link stands for its target.
-        verb: what the holder does there, for the message.
-        wait: True waits for the holder; False refuses.
-
-    Raises:
-        ValueError: no folder can be there, or another process is there and `wait` is False.
-        OSError: the lock's path is a symbolic link, which is not followed.
-    """
-    target = Path(os.path.realpath(folder))
-    if not target.name or target.is_symlink():
-        raise ValueError(f"{folder} is {'a loop of links' if target.name else 'the root'}; choose another folder")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        lock = FileLock(target.with_name(f".{target.name}.lock")).acquire(blocking=wait)
-    except Timeout:
-        raise ValueError(
-            f"{folder}: another process {verb} there; wait for it to end, or choose another folder"
-        ) from None
-    with lock:
-        yield
+__all__ = ["locked", "read_json", "write_json", "write_text"]
 
 
 def read_json(path: Path) -> Any:
@@ -50,23 +21,3 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except RecursionError:
         raise ValueError("nested too deeply") from None
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON file; numbers that are not finite, which JSON does not have, become null."""
-    write_text(path, json.dumps(_finite(content), indent=2, allow_nan=False) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text file."""
-    partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,73 +1,126 @@
-"""The shipped comparisons: runs of the presets, with numbers that follow from the runs and that the pages show."""
+"""The plans, and the shipped comparisons: runs of the plans, whose numbers the pages show."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import statistics
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import finetune
+import published
 import pytest
 import yaml
-from pretraining.compare import comparison, page, presets
-from tune import SEARCHES
+from pretraining.run import arguments
+from published import Difference, FinishedRun
+from transformers import TrainingArguments
 
-ROOT = Path(__file__).resolve().parents[2]
+from mars_hf.compare.comparison import Comparison
+from mars_hf.compare.differences import holm
+from mars_hf.compare.order import Order
+from mars_hf.compare.plan import Plan, words
+
+ROOT = published.ROOT
 PAGES = ["../README.md", "does_it_help.md", "controls.md", "other_settings.md"]
 LINES = [line for page in PAGES for line in (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines()]
-SHOWN = {"yes": "yes", "no": "no", "not by Holm": "alone"}
-# Name of the file in benchmarks/results to its preset and least number of seeds.
+# Name of the file in benchmarks/results to the plan that trains it, its baseline and its least number of seeds.
 SHIPPED = {
-    "controls_embedded": ("controls", 5),
-    "controls_headers": ("controls", 5),
-    "gamma_embedded": ("gamma", 3),
-    "betas_embedded": ("betas", 3),
-    "batch_embedded": ("batch", 2),
-    "time_embedded": ("time", 3),
-    "lr_embedded": ("lr", 1),
-    "parts_embedded": ("parts", 5),
+    "controls_embedded": ("controls", "adamw", 5),
+    "controls_headers": ("controls", "adamw", 5),
+    "gamma_embedded": ("gamma", "gamma 0", 3),
+    "betas_embedded": ("betas", "adamw 0.9", 3),
+    "batch_embedded": ("batch", "adamw 2048", 2),
+    "time_embedded": ("controls", "adamw", 3),
+    "lr_embedded": ("lr", "adamw 0.002", 1),
+    "parts_embedded": ("parts", "mars_m", 5),
 }
 
 
-class Shipped(NamedTuple):
-    """A comparison as its file has it, and the preset that it ran."""
-
-    result: dict[str, Any]
-    runs: list[comparison.FinishedRun]
-    preset: presets.Preset
-
-    @property
-    def pairs(self) -> dict[tuple[str, str], str]:
-        """The cells of the preset's pairs on the pages, with what is shown, also by Holm's correction."""
-        gaps = comparison.differences(self.runs, self.preset.baseline, self.preset.pairs)
-        cells = {(gap.contender, gap.against): f"{interval(gap)}, {SHOWN[gap.shown]}" for gap in gaps}
-        return {pair: cells[pair] for pair in cells if pair in self.preset.pairs}
+def first_settings(plan: Plan, arm: str, factor: float = 1.0) -> dict[str, Any]:
+    """Return what the recipe reads for an arm at its first rates, or at these times a power of two."""
+    comparison = Comparison(plan, Order("recipes/pretrain_gpt2.py"), Path("out"))
+    (own,) = [each for each in plan.arms if each.name == arm]
+    run = comparison.run(own, (round(math.log2(factor)),) * len(plan.rates), plan.seeds[0])
+    rate = ["--learning_rate", f"{run.rate:g}"]
+    values, _ = arguments.read([*run.order.arguments, *words(plan.set), *rate])
+    return json.loads(json.dumps(vars(values), default=str))
 
 
-def load(name: str) -> Shipped:
-    result = json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())
-    runs = [comparison.FinishedRun(**{**run, "curve": tuple(map(tuple, run["curve"]))}) for run in result["runs"]]
-    return Shipped(result, runs, presets.load(SHIPPED[name][0]).only(list(result["arms"])))
+def pairs_of(name: str) -> dict[tuple[str, str], str]:
+    """Return the cells of the plan's pairs on the pages, with what is shown, also by Holm's correction."""
+    plan, baseline, _ = SHIPPED[name]
+    pairs = published.plan(plan).pairs
+    gaps = published.differences(published.runs(name), baseline, pairs)
+    cells = {(gap.contender, gap.against): f"{gap.interval}, {shown(gap)}" for gap in gaps}
+    return {pair: cells[pair] for pair in cells if pair in pairs}
 
 
-def interval(gap: comparison.Difference) -> str:
-    return f"{gap.mean:+.3f} ± {(gap.high - gap.low) / 2:.3f}"
+def shown(gap: Difference) -> str:
+    if gap.low <= 0 <= gap.high:
+        return "no"
+    return "yes" if gap.holm < 0.05 else "alone"
+
+
+# --- the plans -------------------------------------------------------------------------------------------------------
+
+# Of larger models, how much of the rates of the controls they have; results of the other plans hold theirs.
+SHARES = {"gpu": 1 / 2, "gpu-98m": 1 / 4}
+FINETUNED = ("finetuning", "smollm2")
+PLANS = sorted(path.stem for path in published.PLANS.glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_plans_are_runs_of_their_script(name):
+    plan, text = published.plan(name), (published.PLANS / f"{name}.yaml").read_text(encoding="utf-8")
+    plan.check()
+    assert plan.about and f"--plan benchmarks/plans/{name}.yaml" in text
+    if name in FINETUNED:
+        known = {field.name for kind in (finetune.Arguments, TrainingArguments) for field in dataclasses.fields(kind)}
+        assert {*plan.set, *plan.arguments, *(key for arm in plan.arms for key in arm.set)} <= known
+        return
+    read = {arm.name: first_settings(plan, arm.name) for arm in plan.arms}
+    assert len({json.dumps(own, sort_keys=True) for own in read.values()}) == len(read) > 2
+    for arm in plan.arms:
+        assert read[arm.name]["learning_rate"] == arm.first[0], arm
+        given = {key: value for key, value in arm.arguments.items() if key in ("optimizer", "beta1", "gamma")}
+        assert given.items() <= read[arm.name].items(), arm
+        if name in SHARES:
+            of_control = first_settings(published.plan("controls"), arm.name)
+            names = ("learning_rate", "lr_embeddings", *(["lr_1d"] if of_control["lr_1d"] else []))
+            expected = {key: SHARES[name] * of_control[key] for key in names}
+            assert {key: read[arm.name][key] for key in names} == pytest.approx(expected), arm
+
+
+def test_runs_with_the_seeds_of_the_comparison_have_further_settings(tmp_path):
+    comparison = Comparison(published.plan("controls"), Order("recipes/pretrain_gpt2.py"), tmp_path)
+    of_search, of_seed = (comparison.run(comparison.plan.baseline, (0, 0), seed).order.arguments for seed in (100, 1))
+    at = of_search.index("--max_eval_blocks") + 1
+    assert (of_search[at], of_seed[at]) == ("100000", "512") and "0.064" in of_search
+
+
+# --- what is published -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", SHIPPED)
-def test_runs_of_the_preset(name):
+def test_runs_of_the_plan(name):
     """With all seeds; data and machine are stated. Another implementation of the statistics wrote the files."""
-    (result, runs, preset), (_, least) = load(name), SHIPPED[name]
-    seeds = {run.seed for run in runs}
-    expected = {(arm, seed, own["learning_rate"]) for arm, own in preset.arms.items() for seed in seeds}
+    result, runs, (of_plan, baseline, least) = published.read(name), published.runs(name), SHIPPED[name]
+    plan, arms, seeds = published.plan(of_plan), result["arms"], {run.seed for run in runs}
+    expected = {(arm, seed, own["learning_rate"]) for arm, own in arms.items() for seed in seeds}
     assert {(run.contender, run.seed, run.learning_rate) for run in runs} == expected and len(runs) == len(expected)
-    assert result["arms"] == preset.arms and len(seeds) >= least
+    assert len(seeds) >= least
+    for arm, own in arms.items():
+        in_plan = arm.partition(" ")[0] if name == "lr_embedded" else arm
+        (first,) = [each.first[0] for each in plan.arms if each.name == in_plan]
+        read = first_settings(plan, in_plan, own["learning_rate"] / first)
+        assert {key: read[key] for key in own} == pytest.approx(own), arm
     (data,) = result["data"]
     assert data["dataset"] and len(data["train tokens"]) == 64
     assert {"cpu", "torch", "transformers"} <= set(result["machine"])
-    gaps = {gap.contender: gap for gap in comparison.differences(runs, preset.baseline)}
-    for row, saved in zip(comparison.summarize(runs, preset.baseline), result["rows"], strict=True):
+    gaps = {gap.contender: gap for gap in published.differences(runs, baseline)}
+    for row, saved in zip(published.summarize(runs, baseline), result["rows"], strict=True):
         against = saved.pop("against_baseline")
         assert row._asdict() == pytest.approx(saved)
         if row.contender in gaps and least > 1:
@@ -78,30 +131,26 @@ def test_runs_of_the_preset(name):
 @pytest.mark.parametrize("name", SHIPPED)
 def test_pages_show_every_arm(name):
     """Arms along an axis as the grid of their losses, others with their differences to the baseline."""
-    _, runs, preset = load(name)
-    if preset.axis is not None:
-        assert page.grid_table(page.lines_of(runs, preset), preset.axis) in "\n".join(LINES)
+    runs, baseline = published.runs(name), SHIPPED[name][1]
+    if name in published.AXES:
+        assert published.grid_table(name) in "\n".join(LINES)
         return
-    gaps = {gap.contender: gap for gap in comparison.differences(runs, preset.baseline)}
-    for row in comparison.summarize(runs, preset.baseline):
+    gaps = {gap.contender: gap for gap in published.differences(runs, baseline)}
+    for row in published.summarize(runs, baseline):
         loss, gap = f"{row.loss:.3f}", gaps.get(row.contender)
-        cells = [f"{loss}, {interval(gap)} |", f"{loss} | {interval(gap)} |"] if gap else [f"{loss} |"]
+        cells = [f"{loss}, {gap.interval} |", f"{loss} | {gap.interval} |"] if gap else [f"{loss} |"]
         lines = [line for line in LINES if line.startswith(f"| {row.contender} |")]
         assert any(cell in line for cell in cells for line in lines), (row, lines)
 
 
 def results_of(search: str) -> list[dict[str, Any]]:
-    return json.loads((ROOT / "benchmarks" / "results" / f"tune_{search}.json").read_text())["runs"]
+    return published.read(f"tune_{search}")["runs"]
 
 
-def further_runs(search: str) -> dict[str, list[comparison.FinishedRun]]:
+def further_runs(search: str) -> dict[str, list[FinishedRun]]:
     """Those with further seeds, by arm, beside the arms of the controls with the same seeds and text."""
-    runs = list(load("controls_headers" if search == "betas_headers" else "controls_embedded").runs)
-    for row in results_of(search):
-        if "curve" in row:
-            own = row["arm"], row["seed"], row["learning_rate"], row["eval_loss"], math.nan
-            runs.append(comparison.FinishedRun(*own, tuple(map(tuple, row["curve"]))))
-    return comparison.by_contender(runs)
+    controls = published.runs("controls_headers" if search == "betas_headers" else "controls_embedded")
+    return published.by_contender([*controls, *published.further_runs(search)])
 
 
 # Search to its questions: an arm, and what it is compared with.
@@ -138,12 +187,10 @@ def answers(search: str) -> list[str]:
     """The rows of the page, with Holm's correction for all of them."""
     arms, questions = further_runs(search), QUESTIONS[search]
     assert {len(arms[arm]) for pair in questions for arm in pair} == {5}
-    gaps = [comparison.difference(arms[arm], arms[against]) for arm, against in questions]
-    corrected = comparison.holm([gap.p for gap in gaps])
-    shown = [SHOWN[gap._replace(holm=p).shown] for gap, p in zip(gaps, corrected, strict=True)]
-    return [
-        f"| {gap.contender} | {gap.against} | {interval(gap)}, {word} |" for gap, word in zip(gaps, shown, strict=True)
-    ]
+    gaps = [published.difference(arms[arm], arms[against]) for arm, against in questions]
+    corrected = holm([gap.p for gap in gaps])
+    gaps = [gap._replace(holm=p) for gap, p in zip(gaps, corrected, strict=True)]
+    return [f"| {gap.contender} | {gap.against} | {gap.interval}, {shown(gap)} |" for gap in gaps]
 
 
 @pytest.mark.parametrize("search", QUESTIONS)
@@ -156,61 +203,64 @@ def test_page_shows_how_far_decay_shrinks():
     job = yaml.safe_load((ROOT / "recipes" / "configs" / "embedded.yaml").read_text())
     mean = (1 + job["lr_scheduler_kwargs"]["min_lr_rate"]) / 2
     steps = job["warmup_steps"] / 2 + mean * (job["max_steps"] - job["warmup_steps"])
-    arms = [presets.load("controls").arms[name] for name in ("adamw", "mars_m", "muon")]
+    arms = [control(name) for name in ("adamw", "mars_m", "muon")]
     kept = [math.exp(-arm["learning_rate"] * arm["weight_decay"] * steps) for arm in arms]
     shares = [round(100 * (1 - share)) for share in kept]
     assert "by {} % with AdamW, {} % with MARS-M and {} % with Muon".format(*shares) in " ".join(LINES)
 
 
-def test_additions_are_all_that_differs_from_the_controls():
-    controls = presets.load("controls").arms
-    plain = {**controls, "mars_muon": {**controls["muon"], "optimizer": "mars_muon"}}
-    for arm, spec in SEARCHES["additions"]["arms"].items():
-        control = plain[arm.split()[0]]
-        settings = {**spec["settings"], "weight_decay": SEARCHES["additions"]["common"]["weight_decay"]}
-        added = {settings.pop("weight_decay_mode", "standard"), settings.pop("normalize_rows", None)}
-        assert settings == {key: control[key] for key in control.keys() - {"learning_rate"}}, arm
-        assert added == {"cautious" if "cautious" in arm else "standard", 0.95 if "rows" in arm else None}, arm
-        best = 0.008 if arm == "mars_muon rows" else control["learning_rate"]
-        assert {run.learning_rate for run in further_runs("additions")[arm]} == {best}, arm
-    (rows,) = [row for row in answers("additions") if row.startswith("| mars_muon rows ")]
-    change = rows.split("| -")[1].split(",")[0]
-    assert f"lowers muon's loss by {change}." in (ROOT / "docs" / "rules.md").read_text(encoding="utf-8")
+def control(arm: str) -> dict[str, Any]:
+    """The flags of an arm of the controls."""
+    return published.settings(published.plan("controls"), arm)
 
 
-def test_decay_is_all_that_differs_from_the_controls():
-    for arm, spec in SEARCHES["decay"]["arms"].items():
-        control = presets.load("controls").arms[arm.partition(",")[0]]
-        settings, decays = spec["settings"], {"weight_decay", "weight_decay_1d"}
-        same = control.keys() - decays - {"learning_rate"}
-        assert {key: settings[key] for key in settings.keys() - decays} == {key: control[key] for key in same}, arm
-        assert set(map(tuple, spec["grid"].values())) == {(control["learning_rate"],)}, arm
-        if arm.endswith("no decay"):
-            assert {settings.get(key, 0.0) for key in decays} == {0.0}, arm
-        else:
-            of_adamw = presets.load("controls").arms["adamw"]
-            shrinkage = of_adamw["learning_rate"] * of_adamw["weight_decay"]
-            assert settings["weight_decay"] * control["learning_rate"] == pytest.approx(shrinkage)
-            assert settings["weight_decay_1d"] == control["weight_decay_1d"]
+ADDED = {"additions": {"weight_decay_mode", "normalize_rows"}, "decay": {"weight_decay", "weight_decay_1d"}}
+
+
+@pytest.mark.parametrize("name", ADDED)
+def test_additions_and_decay_are_all_that_differs_from_the_controls(name):
+    plan = published.plan(name)
+    plain = {arm: control(arm) for arm in ("adamw", "nadamw", "muon", "mars_m", "mars_adamw")}
+    plain["mars_muon"] = {**plain["muon"], "optimizer": "mars_muon"}
+    evaluated = {"max_eval_blocks", "eval_steps"}
+    for arm in plan.arms:
+        of_control, own = plain[arm.name.replace(",", "").split()[0]], published.settings(plan, arm.name)
+        differing = {key for key in {*own, *of_control} - evaluated if own.get(key) != of_control.get(key)}
+        assert differing <= ADDED[name] | ({"learning_rate"} if arm.name == "mars_muon rows" else set()), arm
+        rates = {run.learning_rate for run in further_runs(name).get(arm.name, [])}
+        assert rates <= {own["learning_rate"]}, arm
+    if name == "additions":
+        (rows,) = [row for row in answers("additions") if row.startswith("| mars_muon rows ")]
+        change = rows.split("| -")[1].split(",")[0]
+        assert f"lowers muon's loss by {change}." in (ROOT / "docs" / "rules.md").read_text(encoding="utf-8")
+
+
+def test_decay_of_adamw_shrinks_as_adamws():
+    of_adamw = control("adamw")
+    shrinkage = of_adamw["learning_rate"] * of_adamw["weight_decay"]
+    for arm in ("muon", "mars_m"):
+        own = published.settings(published.plan("decay"), f"{arm}, decay of adamw")
+        assert own["weight_decay"] * own["learning_rate"] == pytest.approx(shrinkage)
+        assert own["weight_decay_1d"] == control(arm)["weight_decay_1d"]
+        without = published.settings(published.plan("decay"), f"{arm}, no decay")
+        assert without["weight_decay"] == without["weight_decay_1d"] == 0.0
 
 
 def test_pages_show_pairs_of_controls():
-    first, second = (load(f"controls_{name}") for name in ("embedded", "headers"))
-    rows = [
-        f"| {arm} | {against} | {cell} | {second.pairs[arm, against]} |" for (arm, against), cell in first.pairs.items()
-    ]
+    first, second = (pairs_of(f"controls_{name}") for name in ("embedded", "headers"))
+    rows = [f"| {arm} | {against} | {cell} | {second[arm, against]} |" for (arm, against), cell in first.items()]
     assert len(rows) == 13 and [row for row in rows if row not in LINES] == []
-    known = {f"| {' | '.join(pair)} | {cell} |" for name in SHIPPED for pair, cell in load(name).pairs.items()}
+    known = {f"| {' | '.join(pair)} | {cell} |" for name in SHIPPED for pair, cell in pairs_of(name).items()}
     known |= {row for search in QUESTIONS for row in answers(search)}
     lines = (ROOT / "docs" / "other_settings.md").read_text(encoding="utf-8").splitlines()
     rows = [line for line in lines if line.endswith((", yes |", ", no |", ", alone |"))]
     assert len(rows) > 20 and [row for row in rows if row not in known] == []
     # The second corpus is another one: none of its tokens were seen by the search for rates.
-    (one,), (other,) = first.result["data"], second.result["data"]
+    (one,), (other,) = (published.read(f"controls_{name}")["data"] for name in ("embedded", "headers"))
     assert one["dataset"] != other["dataset"] and one["train tokens"] != other["train tokens"]
 
 
-def runs_at_the_best_beta1() -> list[comparison.FinishedRun]:
+def runs_at_the_best_beta1() -> list[FinishedRun]:
     """Those of the search, beside arms of the controls."""
     arms = further_runs("betas")
     searched = {row["arm"] for row in results_of("betas")}
@@ -219,17 +269,17 @@ def runs_at_the_best_beta1() -> list[comparison.FinishedRun]:
 
 def test_page_shows_arms_at_their_best_beta1():
     runs = runs_at_the_best_beta1()
-    by_arm = comparison.by_contender(runs)
-    gaps = {gap.contender: gap for gap in comparison.differences(runs, "adamw 0.8")}
-    rows = {row.contender: row for row in comparison.summarize(runs, "adamw 0.8")}
+    by_arm = published.by_contender(runs)
+    gaps = {gap.contender: gap for gap in published.differences(runs, "adamw 0.8")}
+    rows = {row.contender: row for row in published.summarize(runs, "adamw 0.8")}
     for arm, row in rows.items():
         steps = row.steps_to_baseline or "not reached"
-        difference = f", {interval(gaps[arm])}, {SHOWN[gaps[arm].shown]}" if arm in gaps else ""
+        difference = f", {gaps[arm].interval}, {shown(gaps[arm])}" if arm in gaps else ""
         assert row.seeds == 5 and f"| {arm} | {row.loss:.3f}{difference} | {steps} |" in LINES
-    assert gaps["mars_adamw 0.8"].shown == "no"
+    assert shown(gaps["mars_adamw 0.8"]) == "no"
     nesterov = "mars_adamw, gamma 1 - beta1 0.8"
     lead = f"Nesterov momentum, it ends {-gaps[nesterov].mean:.3f} lower on the first text only, level with NAdamW"
-    level = [comparison.difference(by_arm[nesterov], by_arm[arm]) for arm in ("nadamw", "nadamw 0.8")]
+    level = [published.difference(by_arm[nesterov], by_arm[arm]) for arm in ("nadamw", "nadamw 0.8")]
     assert lead in " ".join(LINES) and all(gap.low < 0 < gap.high for gap in level)
     low, high = sorted(round(100 * rows[arm].steps_to_baseline / 500) for arm in ("muon", "mars_m"))
     assert f"reach its loss in {low} to {high} % of the steps" in " ".join(LINES)
@@ -254,7 +304,20 @@ def test_search_found_the_best_beta1(search):
         assert arm == min((one for one in lowest if one.rpartition(" ")[0] == optimizer), key=lowest.__getitem__)
 
 
-def mean_losses(arms: dict[str, list[comparison.FinishedRun]]) -> dict[str, float]:
+def test_interval_is_paired_by_seed():
+    """Gaps of -0.1, -0.2, -0.3: a mean of -0.2, a standard error of 0.1 / sqrt(3), and t(0.975, 2) = 4.302653."""
+    base, mars = (
+        [FinishedRun(arm, seed, 1e-3, loss, 1.0) for seed, loss in enumerate(losses)]
+        for arm, losses in (("adamw", [4.0, 5.0, 6.0]), ("mars_adamw", [3.9, 4.8, 5.7]))
+    )
+    gap, half = published.difference(mars[::-1], base), 4.302653 * 0.1 / math.sqrt(3)
+    # p is that of t = 3.4641 with 2 degrees of freedom
+    assert (gap.mean, gap.low, gap.high, gap.p) == pytest.approx((-0.2, -0.2 - half, -0.2 + half, 0.0741799))
+    (gap,) = published.differences([*base, *mars], "adamw")
+    assert gap.holm == gap.p and gap.interval == "-0.200 ± 0.248"
+
+
+def mean_losses(arms: dict[str, list[FinishedRun]]) -> dict[str, float]:
     return {arm: statistics.fmean(run.eval_loss for run in runs) for arm, runs in arms.items()}
 
 
@@ -269,7 +332,7 @@ def test_page_shows_losses_of_the_second_text():
 def test_short_answer_is_of_both_texts():
     """AdamW has its best beta1 in each, Muon and MARS-M the rates of the first."""
     leads, behind = [], []
-    for losses in map(mean_losses, (comparison.by_contender(runs_at_the_best_beta1()), further_runs("betas_headers"))):
+    for losses in map(mean_losses, (published.by_contender(runs_at_the_best_beta1()), further_runs("betas_headers"))):
         of_adamw = min(loss for arm, loss in losses.items() if arm.startswith("adamw"))
         leads += [of_adamw - losses[arm] for arm in ("muon", "mars_m")]
         behind += [losses["nadamw 0.8"] - min(loss for arm, loss in losses.items() if "adamw" in arm)]

@@ -24,7 +24,6 @@ import step_cost
 import torch
 import train_cost
 import update_rms
-from pretraining.compare import presets
 from torch.utils.flop_counter import FlopCounterMode
 from train_cost import ADAMW, EXACT, MARS, Block
 
@@ -35,9 +34,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("script", "module"), [("step_cost", "matplotlib"), ("memory", "matplotlib"), ("tune", "yaml")]
-)
+@pytest.mark.parametrize(("script", "module"), [("step_cost", "matplotlib"), ("memory", "matplotlib")])
 def test_missing_package_names_the_extra(script, module):
     code = f"import sys; sys.path.insert(0, 'benchmarks'); sys.modules[{module!r}] = None; import {script}"
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
@@ -250,7 +247,7 @@ def test_shipped_updates_are_those_of_the_script():
 
 
 def test_commands_on_a_gpu(tmp_path):
-    """Files, sizes and presets are there; README promises fifteen minutes without the comparisons."""
+    """Files, sizes and plans are there; README promises fifteen minutes without the comparisons."""
     parts = on_a_gpu.parts(tmp_path)
     for part in parts.values():
         scripts = [word for word in part.command if word.endswith(".py") or word.startswith("tests/")]
@@ -258,8 +255,8 @@ def test_commands_on_a_gpu(tmp_path):
         if "--size" in part.command:
             sizes = itertools.takewhile(step_cost.SIZES.__contains__, part.command[part.command.index("--size") + 1 :])
             assert list(sizes)
-    presets_of = {part.command[3] for name, part in parts.items() if name.startswith("controls")}
-    assert presets_of and presets_of <= set(presets.names())
+    plans = {part.command[6] for name, part in parts.items() if name.startswith("controls")}
+    assert plans and all((on_a_gpu.ROOT / plan).is_file() for plan in plans)
     seconds = [part.seconds for name, part in parts.items() if not (part.beside or name.startswith("controls"))]
     assert sum(seconds) <= 15 * 60
     marked = {path for path in Path("tests").rglob("test_*.py") if re.search(r"on_a_gpu|mark\.gpu", path.read_text())}

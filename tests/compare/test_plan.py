@@ -215,6 +215,20 @@ def test_arms_have_folders_of_their_own(tmp_path):
     assert len(folders) == len(names) and {folder.parent for folder in folders} == {tmp_path / "runs"}
 
 
+def test_grids_and_plans_without_a_search(tmp_path):
+    """A grid runs all its rates with all search seeds; without search seeds the first rates are taken."""
+    arms = [Arm(name, first=[1e-3]) for name in "ab"]
+    grid = Comparison(Plan(arms, grid=[-2, 0, 2], search_seeds=[8, 9]), Order("train.py"), tmp_path)
+    assert count_runs(grid) == (2 * (3 * 2 + 3),) * 2
+    grid.metric = Metric("eval_loss")  # as after the first run
+    assert {(run.rate, run.seed) for run in grid.missing()} == {(r, s) for r in (2.5e-4, 1e-3, 4e-3) for s in (8, 9)}
+    given = Comparison(Plan(arms, search_seeds=[]), Order("train.py"), tmp_path)
+    assert not given.searches and count_runs(given) == (6, 6)
+    given.metric = Metric("eval_loss")
+    found = {(run.arm.name, run.rate, run.seed) for run in given.missing()}
+    assert found == {(arm, 1e-3, seed) for arm in "ab" for seed in (1, 2, 3)}
+
+
 def test_comparison_of_a_new_folder_starts_with_the_baseline(tmp_path):
     """From least to most runs: four arms, three rates or more, two further seeds for three, three new seeds."""
     arms = plan("adamw_torch", "mars_adamw", "mars_m", "muon")

@@ -1,12 +1,15 @@
 """Scripts of others, unmodified, that are installed with their packages: one comparison each, with a tiny model."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
-from compare.scripts import command_of_module, forked  # noqa: F401
+from compare.scripts import Answer, command_of_module, forked  # noqa: F401
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from mars_hf.compare import command
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("forked")]
 
@@ -75,3 +78,31 @@ def test_scripts_of_trl(tiny, tmp_path, capsys, monkeypatch, module, data, words
     assert rows[0]["weights"] == rows[1]["weights"] and rows[0]["batch"] == rows[1]["batch"] is not None
     assert (rows[0]["trainable"] < rows[0]["parameters"] / 2) == bool(more)
     assert not (tmp_path / "out").exists() and not any(answer.folder.glob("runs/*/*/output"))
+
+
+PLAN = """
+rates: [learning_rate, lr_embeddings]
+arguments: {n_layer: 1, n_head: 2, n_embd: 16, block_size: 16, embedded_vocab_size: 300, per_device_train_batch_size: 2,
+  per_device_eval_batch_size: 2, max_eval_blocks: 4, max_steps: 3, warmup_steps: 1, eval_steps: 3, sample_tokens: 0}
+arms:
+  adamw: {arguments: {optimizer: adamw}, first: [0.002, 0.016]}
+  mars_m: {arguments: {optimizer: mars_m, lr_1d: "{twice}"}, first: [0.008, 0.032]}
+seeds: [1]
+search_seeds: []
+further: {max_eval_blocks: 2}
+"""
+
+
+def test_recipe_with_two_rates(tmp_path, capsys):
+    """Our own plans: a recipe that chooses its optimizer by a flag, and a rate of embeddings that is a flag, too."""
+    recipe = Path(__file__).resolve().parents[2] / "recipes" / "pretrain_gpt2.py"
+    (tmp_path / "plan.yaml").write_text(PLAN)
+    code = command.main([str(recipe), "--plan", str(tmp_path / "plan.yaml"), "--output_dir", str(tmp_path / "out")])
+    answer = Answer(code, *capsys.readouterr(), tmp_path / "out")
+    assert answer.code == 0, answer.error
+    rows = {one["trainings"][0]["optimizer"]: one for one in answer.results()}
+    assert set(rows) == {"AdamW", "Mars"} and answer.numbers["metric"]["name"] == "eval_loss"
+    words, args = rows["Mars"]["order"]["arguments"], rows["Mars"]["trainings"][0]["arguments"]
+    given = {name: words[at + 1] for at, name in enumerate(words) if name in ("--lr_1d", "--lr_embeddings")}
+    assert args["learning_rate"] == 0.008 and given == {"--lr_1d": "0.016", "--lr_embeddings": "0.032"}
+    assert words[words.index("--max_eval_blocks") + 1] == "2"

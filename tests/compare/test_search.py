@@ -38,6 +38,7 @@ def test_diverged_is_worse_than_any():
     assert search.best(results, (42,)) == (-2,) and list(results)[:3] == [(0,), (-1,), (-2,)]
     assert search.edge(results, (-2,)) == "a neighbouring rate diverged"
     assert search.edge(follow(lambda place, _: place[0] ** 2), (0,)) == ""
+    assert search.edge(results, (3,), grid=(-3, 0, 3)) == "at an end of the grid"
 
 
 def test_search_has_ends():

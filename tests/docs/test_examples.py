@@ -40,6 +40,7 @@ import mars_hf
 from mars_hf import universal
 from mars_hf.__main__ import main
 from mars_hf.compare import command as compare
+from mars_hf.compare.plan import Plan
 
 COMMANDS = yaml.safe_load(Path(__file__).with_name("commands.yaml").read_text(encoding="utf-8"))
 PARSED = [command for of_a_reason in COMMANDS["parsed"].values() for command in of_a_reason]
@@ -296,7 +297,7 @@ def script_parses(command: str) -> None:
     name, argv = script_of(shlex.split(command))
     if name == "pretrain_gpt2":
         assert arguments.parse([*argv, "--use_cpu", "true", "--bf16", "false", "--tf32", "false"]).config.is_file()
-    elif name in ("compare_optimizers", "measure_tracking"):
+    elif name == "measure_tracking":
         arguments.parse(importlib.import_module(name).parse(argv)[-1])
     else:
         read = argparse.ArgumentParser.parse_known_args
@@ -325,8 +326,10 @@ def test_command_parses(command, place):
     if command.startswith("pip install -c"):
         is_pip(command)
     elif command.startswith("python -m mars_hf compare"):
-        words = shlex.split(command)[4:]
-        assert compare.parser().parse_args(words[: words.index("--")]).script == "train.py"
+        words = shlex.split(command.partition(" -- ")[0])[4:]
+        options = compare.parser().parse_args(words)
+        assert options.script == "train.py" or Path(options.script).is_file()
+        assert options.plan is None or Plan.of_file(options.plan).arms
     elif "llamafactory" in command:
         llama_factory_parses(command)
     elif " train.py" in command:

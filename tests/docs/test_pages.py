@@ -14,9 +14,9 @@ import statistics
 import subprocess
 import sys
 
+import published
 import pytest
 import torch
-import tune
 import update_rms as measuring
 import yaml
 from pages import PAGES, ROOT, blocks, commands
@@ -119,10 +119,9 @@ CHOOSING = PAGES["choosing.md"].read_text(encoding="utf-8")
 
 @pytest.mark.parametrize("name", ROWS)
 def test_table_of_the_sweeps(name):
-    search = tune.Search("embedded")
-    losses = search.losses(json.loads(search.file.read_text())["runs"])
+    losses = published.searched("embedded")
     best_sweep, near_sweep, betas = ROWS[name]
-    (rate,), (tuned,) = tune.best(losses[f"adamw {betas}"]), tune.best(losses[best_sweep])
+    (rate,), (tuned,) = published.best(losses[f"adamw {betas}"]), published.best(losses[best_sweep])
     lr = suggest(name.partition(",")[0], rate, betas, width=WIDTH)["lr"]
     near = min(losses[near_sweep], key=lambda rates: abs(math.log(rates[0] / lr)))
     best, nearest = (statistics.mean(runs.values()) for runs in (losses[best_sweep][tuned,], losses[near_sweep][near]))

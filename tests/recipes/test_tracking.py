@@ -14,8 +14,8 @@ import measure_tracking
 import pytest
 import torch
 from helpers import gpt2, refused
-from pretraining.compare import tracking
-from pretraining.compare.tracking import Moment, ShadowMoments, TrackingProbe, grid
+from pretraining import tracking
+from pretraining.tracking import Moment, ShadowMoments, TrackingProbe, grid
 from test_pretrain_gpt2 import TINY, equal_weights, run
 from torch import nn
 from transformers import TrainerControl, TrainerState, default_data_collator

@@ -125,8 +125,8 @@ def begin(output: Path, settings: dict[str, Any]) -> RunIdentity:
     output.mkdir(parents=True, exist_ok=True)
     run = RunIdentity(uuid.uuid4().hex, settings)
     if not (output / RUN).exists():
-        # compare_optimizers.py writes arguments.json before a run; a killed start leaves run.json.partial.
-        names = (path.name for path in output.iterdir() if not path.name.startswith((".", "arguments.json", RUN)))
+        # A killed start leaves run.json.partial.
+        names = (path.name for path in output.iterdir() if not path.name.startswith((".", RUN)))
         if foreign := sorted(names):
             raise ValueError(
                 f"--output_dir {output} holds files that no run of this recipe made: {', '.join(foreign[:3])}; give "
