@@ -15,8 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 import mars_hf
 from mars_hf import kernels
-from mars_hf.arithmetic.eight_bits import CODES
-from mars_hf.arithmetic.rules import ARITHMETICS
+from mars_hf.arithmetic.rules import ARITHMETICS, CODES
 from mars_hf.kernels import gpu
 
 

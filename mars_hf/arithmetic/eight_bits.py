@@ -24,10 +24,7 @@ NAME = "8bit"  # a value of `state_dtype`
 BLOCK = 64
 # Smaller tensors keep float32; the number is bitsandbytes'.
 SMALLEST = 4096
-# By the key of a state that may be in 8 bits: its dtype then, and the key of its scales, if it has some.
-CODES = {"exp_avg": torch.int8, "exp_avg_sq": torch.uint8, "last_grad": torch.int8, "compensation": torch.int8}
-SCALES = {"exp_avg": "exp_avg_scale", "exp_avg_sq": "exp_avg_sq_scale", "last_grad": "last_grad_scale"}
-DTYPES = (torch.int8, torch.uint8)
+DTYPES = (torch.int8, torch.uint8)  # of values, and of squares
 # Norm of what int8 codes stand for over that of what was encoded, at most: each is off by less than 1/16 of itself and
 # 1/3952 of the largest, which is at most the norm of its block, and a block has 64.
 LARGEST_GROWTH = 1 + 1 / 16 + 8 / 3952

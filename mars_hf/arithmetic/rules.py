@@ -191,6 +191,16 @@ def _write_adamw(
     params: list[Tensor], g: list[Tensor], m: list[Tensor], s: list[Tensor], buffers: Buffers, options: Options
 ) -> None:
     lr = float(options.lr)
+    denominators = _denominators(s, buffers, options)
+    x = _wide(params, m[0].dtype, options.rounding)
+    # x_{t+1} = x_t - η (m_t / (1 - β₁ᵗ) / (√v_t / √(1 - β₂ᵗ) + eps) + λ x_t)    (Algorithm 2)
+    _shrink(x, m, lr * options.weight_decay, cautious=options.cautious)
+    torch._foreach_addcdiv_(x, m, denominators, [-lr / (1 - options.beta1**t) for t in options.steps])
+    _write_params(x, params, options.rounding)
+
+
+def _denominators(s: list[Tensor], buffers: Buffers, options: Options) -> list[Tensor]:
+    """Advance the second moments, and return what divides first moments."""
     v, peak = buffers["exp_avg_sq"], buffers.get("max_exp_avg_sq")
     # v_t = β₂ v_{t-1} + (1 - β₂) c̃_t²    (Algorithm 2, eq. 3.12; the official README prints g_t²)
     torch._foreach_mul_(v, options.beta2)
@@ -202,11 +212,7 @@ def _write_adamw(
     denominators = torch._foreach_sqrt(peak or v)
     torch._foreach_div_(denominators, [(1 - options.beta2**t) ** 0.5 for t in options.steps])
     torch._foreach_add_(denominators, options.eps)
-    x = _wide(params, m[0].dtype, options.rounding)
-    # x_{t+1} = x_t - η (m_t / (1 - β₁ᵗ) / (√v_t / √(1 - β₂ᵗ) + eps) + λ x_t)    (Algorithm 2)
-    _shrink(x, m, lr * options.weight_decay, cautious=options.cautious)
-    torch._foreach_addcdiv_(x, m, denominators, [-lr / (1 - options.beta1**t) for t in options.steps])
-    _write_params(x, params, options.rounding)
+    return list(denominators)
 
 
 def _write_lion(
@@ -238,14 +244,20 @@ class Arithmetic(NamedTuple):
 
     # From params x; g; m; s, whose squares v averages; buffers; and options. Writes x, and the buffers it names.
     write: Callable[[list[Tensor], list[Tensor], list[Tensor], list[Tensor], Buffers, Options], None]
-    buffers: tuple[str, ...] = ()  # of the parameter's shape, besides `exp_avg`
+    # Its states of the parameter's shape, besides `exp_avg`, and their dtypes in 8 bits: see `eight_bits.DTYPES`.
+    buffers: Mapping[str, torch.dtype] = {}
 
 
 ARITHMETICS = {
-    "adamw": Arithmetic(_write_adamw, buffers=("exp_avg_sq",)),
+    "adamw": Arithmetic(_write_adamw, buffers={"exp_avg_sq": torch.uint8}),
     "lion": Arithmetic(_write_lion),
     "momentum": Arithmetic(_write_momentum),  # Newton-Schulz follows
 }
+
+# By the key of a state that may be in 8 bits: its dtype then, and the key of its scales, if it has some.
+CODES = {"exp_avg": torch.int8, "last_grad": torch.int8, "compensation": torch.int8}
+CODES |= {key: dtype for arithmetic in ARITHMETICS.values() for key, dtype in arithmetic.buffers.items()}
+SCALES = {key: "_".join((key, "scale")) for key in CODES if key != "compensation"}
 
 
 def _write_back(values: Sequence[Tensor], tensors: Sequence[Tensor]) -> None:

@@ -7,7 +7,7 @@ an entry here, and a function there if no other rule has its arithmetic.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,7 @@ class UpdateRule:
 
     name: str  # a `mars_type`, or "adamw"
     arithmetic: str  # the function of `rules.ARITHMETICS` that writes parameters, or first moments to orthogonalize
-    corrects: bool = True  # the gradient is corrected by the last one, and clipped
+    corrects: bool = True  # the gradient is corrected by the last one, and clipped; False for AdamW alone
     # Factor of an orthogonalized (out, in) matrix; None: the rule does not orthogonalize.
     scale: Callable[[int, int], float] | None = None
     # What is added to the norm of a first moment to orthogonalize, from its group.
@@ -65,7 +65,7 @@ class UpdateRule:
         return self.scale is not None
 
     @property
-    def buffers(self) -> tuple[str, ...]:
+    def buffers(self) -> Iterable[str]:
         """Return the names of the states of the parameter's shape, besides those of every rule."""
         return ARITHMETICS[self.arithmetic].buffers
 

@@ -28,7 +28,8 @@ from torch import Tensor
 
 from mars_hf import log
 from mars_hf.arithmetic import eight_bits, rules
-from mars_hf.arithmetic.eight_bits import SCALES, Coded, Column, Columns, join_weight, tensors_of, values_of
+from mars_hf.arithmetic.eight_bits import Coded, Column, Columns, join_weight, tensors_of, values_of
+from mars_hf.arithmetic.rules import SCALES
 from mars_hf.kernels import joined
 
 # Compiling takes a second or two, once per machine. From this size on it pays off within a few hundred steps.

@@ -19,6 +19,7 @@ from mars_hf.arithmetic import eight_bits
 from mars_hf.arithmetic.eight_bits import Coded, Column, tensors_of
 from mars_hf.arithmetic.orthogonalize import iteration_dtype
 from mars_hf.arithmetic.resting import Units
+from mars_hf.arithmetic.rules import CODES
 from mars_hf.arithmetic.update_rules import UpdateRule
 from mars_hf.distributed.tensors import PLAIN, Group, Shard, ShardSpec, local
 from mars_hf.kernels import Backend, choose_backend
@@ -264,7 +265,7 @@ def _have_one_shape(entries: Sequence[Entry], tensors: Sequence[Tensor]) -> bool
 def _is_coded_as_it_should(entry: Entry) -> bool:
     """Return whether the buffers that should be in 8 bits are, in rows that kernels take, and no other tensor is."""
     for name, tensor in zip(("", "", *entry.buffers.keys), entry.tensors, strict=True):
-        fits = tensor.dtype == eight_bits.CODES[name] if name in entry.buffers.coded else tensor.dtype in _FLOATS
+        fits = tensor.dtype == CODES[name] if name in entry.buffers.coded else tensor.dtype in _FLOATS
         if not fits:
             return False
     if not entry.scales:

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from mars_hf.arithmetic import eight_bits, matrix_layouts
-from mars_hf.arithmetic.eight_bits import CODES, SCALES
 from mars_hf.arithmetic.orthogonalize import count_rows
-from mars_hf.arithmetic.rules import ARITHMETICS, parse_dtype
+from mars_hf.arithmetic.rules import CODES, SCALES, parse_dtype
 from mars_hf.arithmetic.update_rules import UpdateRule, update_rule
 from mars_hf.distributed.tensors import ShardSpec, local
 from mars_hf.groups import settings
@@ -21,8 +20,7 @@ from mars_hf.step import coded
 from mars_hf.step.coded import UnfitStateError, described
 
 # Tensors of a state that have the parameter's shape.
-BUFFERS = {"exp_avg", "max_exp_avg_sq", "last_grad", "compensation", "previous_grad", "previous_param"}
-BUFFERS = BUFFERS.union(*[arithmetic.buffers for arithmetic in ARITHMETICS.values()])
+BUFFERS = {*CODES, "max_exp_avg_sq", "previous_grad", "previous_param"}
 
 # The running means of NorMuon, one for each row of whole matrices; under ZeRO, of all in a flat tensor, in their order.
 # A rank that holds nothing of a parameter has none: nobody would update them, and a checkpoint might take them.

@@ -21,7 +21,7 @@ from helpers import needs_compiler
 
 from mars_hf import kernels
 from mars_hf.arithmetic import eight_bits, rules
-from mars_hf.arithmetic.eight_bits import CODES
+from mars_hf.arithmetic.rules import CODES
 from mars_hf.kernels import cpu as compiled
 
 ROW = 4096  # elements that have one partial sum
