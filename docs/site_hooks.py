@@ -18,6 +18,8 @@ from mars_hf.groups.settings import SETTINGS
 ROOT = Path(__file__).resolve().parent.parent
 # The beginning of a path, as pages and the changelog write it -> where the site has it.
 _MOVED = {"../benchmarks/results/": "images/results/", "../CHANGELOG.md": "changelog.md", "docs/": ""}
+# Where a line of code in a narrow table may end: after an opening bracket or an equals sign, outside of tags.
+_WRAPS = re.compile(r"[(=](?=[^<>]*</code>)")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -53,6 +55,7 @@ def settings_table() -> str:
 
 
 def on_page_content(html: str, **_: Any) -> str:
-    """Leave out constructors' references to their class, and keep the dashes of an option with its name."""
+    """Leave out constructors' references to their class, wrap code in tables, keep an option's dashes with its name."""
     html = html.replace("<p>See the class.</p>", "")
+    html = re.sub(r"<td.*?</td>", lambda cell: _WRAPS.sub(r"\g<0><wbr>", cell[0]), html, flags=re.DOTALL)
     return re.sub(r"(?<=[>\s])--\w[\w-]*", r'<span class="option">\g<0></span>', html)

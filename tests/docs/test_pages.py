@@ -489,6 +489,9 @@ def test_site_builds(tmp_path):
         assert loads.findall(html) == [], page
         assert f"mars_hf {mars_hf.__version__}" in html or page.name == "404.html", page
     assert (tmp_path / "changelog" / "index.html").is_file()
+    # Code in tables may wrap after brackets and equals signs, code elsewhere not.
+    page = (tmp_path / "trainer" / "index.html").read_text(encoding="utf-8")
+    assert "optimizer_cls_and_kwargs=<wbr>mars_hf.factory(<wbr>args" in page and page.count("<wbr>") < 40
     shown = re.findall(r"benchmarks/results/(\w+\.png)", PAGES["speed.md"].read_text(encoding="utf-8"))
     assert shown and all((tmp_path / "images" / "results" / name).is_file() for name in shown)
 
