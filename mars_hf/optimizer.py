@@ -552,9 +552,7 @@ class Mars(torch.optim.Optimizer):
             if tensors.chunk is None:
                 with shared.held():
                     update(tensors, metrics=metrics)
-        for chunk in shared.chunks(lists):
-            with shared.held():
-                update_matrices(chunk, groups, metrics)
+        shared.overlap(update_matrices(chunk, groups, metrics) for chunk in shared.chunks(lists))
         shared.conclude()
         self._last_norms = self._norms_taken(lists)
         if self.is_exact:

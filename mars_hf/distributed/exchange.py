@@ -2,7 +2,8 @@
 
 Where ranks hold shards of a matrix (FSDP2, ZeRO) or copies of it (DDP, HSDP), one rank collects it, orthogonalizes it
 and sends the direction back. `plan_rounds` says which rank; it is called once over all matrices, and a step takes those
-that have gradients. A round reads: gather, orthogonalize, scatter.
+that have gradients. A round reads: gather, orthogonalize, scatter. While one communicates, others work: a round is a
+generator, which yields where it would wait.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import functools
 import heapq
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +34,8 @@ CHUNK_ELEMENTS_CPU = 2**22
 # that the last ones, which do not occupy all, cost little. A step holds 8 bytes for each element (first moment,
 # iteration, direction); in a large model an eighth of all makes that a byte a parameter.
 CHUNK_ELEMENTS, CHUNK_SHARE = 2**25, 1 / 8
+# Rounds of an exchange overlap, so a rank's work is cut into several, unless they become too small to pay.
+ROUNDS, ROUND_ELEMENTS = 4, 2**22
 # Largest work of the busiest rank, relative to the best division, if that saves communication.
 SLACK = 1.1
 
@@ -146,11 +150,27 @@ class _Form(NamedTuple):
     rows: int  # that have a state
 
 
+@dataclass
+class _Trip:
+    """A round on its way."""
+
+    calls: int = 0  # of communication
+    done: int = 0  # those before this rank has failed
+    heard_here: Tensor | None = None  # whether a rank of this replica has failed
+    heard_there: Tensor | None = None  # or of any
+
+
+# A round that goes on: it yields while it communicates, and returns the directions, or parcels on their way.
+Directions = Generator[None, None, dict[int, Tensor]]
+_Parcels = Generator[None, None, dict[int, Parcel]]
+
+
 class Exchange:
     """Move matrices to their owners and directions back, among the ranks of some process groups.
 
-    `run` is collective: all ranks of both groups take part, also those that hold nothing. What goes back says also
-    whether a rank has failed before, so that in each round either all ranks hear it or none; `tell` ends a step.
+    `run` is collective: all ranks of both groups take part, also those that hold nothing, and all let their rounds go
+    on in the same order. What goes back says also whether a rank has failed before, so that in each round either all
+    ranks hear it or none; `tell` ends a step.
 
     Attributes:
         has_failed: whether this rank has failed in this step.
@@ -164,16 +184,19 @@ class Exchange:
         self._replicas, self._replica = _size_and_rank(groups.replicas)
         self._row_dtype = torch.promote_types(groups.dtype, torch.float32)
         self._no_rows = torch.empty(0, dtype=self._row_dtype, device=groups.device)
-        self.rounds = plan_rounds(matrices, ranks=self._ranks, replicas=self._replicas)
+        share = sum(matrix.shape.numel() for matrix in matrices) // (self._ranks * self._replicas)
+        self.rounds = plan_rounds(
+            matrices,
+            ranks=self._ranks,
+            replicas=self._replicas,
+            max_elements=min(max(share // ROUNDS, ROUND_ELEMENTS), CHUNK_ELEMENTS) * self._replicas,
+        )
         self.start()
 
     def start(self) -> None:
         """Begin a step."""
         self.has_failed = self.is_broken = False
         self._heard: Tensor | None = None  # how often a rank has said that it has failed; None before a round
-        self._heard_here: Tensor | None = None  # in this round, within this replica
-        self._heard_there: Tensor | None = None  # and from all replicas
-        self._calls = self._done = 0  # of communication in this round; those before this rank has failed
 
     def tell(self, message: str | None) -> str | None:
         """Return the message of a rank that has failed before its last word in this step; None if there is none.
@@ -187,13 +210,13 @@ class Exchange:
                 message = first_message(message, group)
         return message
 
-    @torch.no_grad()
     def run(
         self, matrices: Round, held: Mapping[int, Parcel], work: Work, error: Exception | None = None
-    ) -> dict[int, Tensor]:
+    ) -> Directions:
         """Gather whole matrices on their owners, do the work there, and return this rank's parts of the results.
 
-        A rank that fails takes part to the end, with what it has, since the others wait for it.
+        It yields whenever it has begun to communicate. A rank that fails takes part to the end, with what it has, since
+        the others wait for it.
 
         Args:
             matrices: those of a round that have gradients, with their owners; the same on all ranks.
@@ -203,46 +226,49 @@ class Exchange:
                 same shapes and dtype.
             error: what this rank has failed with on its way here; raised at the end.
         """
-        self._calls, self._done, self._heard_here, self._heard_there = 0, 0, None, None
+        trip = _Trip()
         if error is None:
             try:
-                results = self._run(matrices, held, work)
+                results = yield from self._run(trip, matrices, held, work)
                 for index, result in results.items():
                     held[index].rows.copy_(result.rows)
-                self._end_round()
+                self._end_round(trip)
                 return {index: result.part for index, result in results.items()}
             except Exception as raised:
                 if self.is_broken:
                     raise
                 error = raised
         traceback.clear_frames(error.__traceback__)  # which hold memory
-        self.has_failed = self.is_broken = True
-        self._calls, self._done = 0, self._calls
-        self._run(matrices, held, lambda owned, wholes, rows: wholes)
-        self.is_broken = False
-        self._end_round()
+        self.has_failed = True
+        trip.calls, trip.done = 0, trip.calls
+        try:
+            yield from self._run(trip, matrices, held, lambda owned, wholes, rows: wholes)
+        except Exception:
+            self.is_broken = True
+            raise
+        self._end_round(trip)
         raise error
 
-    def _end_round(self) -> None:
+    def _end_round(self, trip: _Trip) -> None:
         """Add up what has been heard."""
-        heard = self._heard_here if self.groups.replicas is None else self._heard_there
+        heard = trip.heard_here if self.groups.replicas is None else trip.heard_there
         if heard is not None:
             self._heard = heard if self._heard is None else self._heard + heard
 
-    def _run(self, matrices: Round, held: Mapping[int, Parcel], work: Work) -> dict[int, Parcel]:
-        """Return this rank's parts of the results, with new states of rows; skip what `_done` says is done."""
+    def _run(self, trip: _Trip, matrices: Round, held: Mapping[int, Parcel], work: Work) -> _Parcels:
+        """Return this rank's parts of the results, with new states of rows; skip what the trip says is done."""
         owned = [matrix for matrix, owner in matrices if owner == (self._replica, self._rank)]
         by_replica = self._held_by_owner(matrices, held)
         own = {index: parcel._replace(rows=self._as_sent(parcel.rows)) for index, parcel in held.items()}
         if self.groups.shards is None:
             results = self._work_alone(owned, own, work)
         else:
-            results = self._work_within_replica(owned, by_replica[self._replica], own, work)
+            results = yield from self._work_within_replica(trip, owned, by_replica[self._replica], own, work)
         if self.groups.replicas is not None:
             # What has happened since ranks of this replica have told each other is for the next round: else some would
             # hear it in this one, and some not.
-            status = self._status() if self._heard_here is None else self._as_status(self._heard_here)
-            results = self._from_replicas(by_replica, results, own, status)
+            status = self._status() if trip.heard_here is None else self._as_status(trip.heard_here)
+            results = yield from self._from_replicas(trip, by_replica, results, own, status)
         return results
 
     def _status(self) -> Parcel:
@@ -279,12 +305,17 @@ class Exchange:
         return results
 
     def _work_within_replica(
-        self, owned: list[Matrix], leaving: Sequence[tuple[int, int]], own: Mapping[int, Parcel], work: Work
-    ) -> dict[int, Parcel]:
+        self,
+        trip: _Trip,
+        owned: list[Matrix],
+        leaving: Sequence[tuple[int, int]],
+        own: Mapping[int, Parcel],
+        work: Work,
+    ) -> _Parcels:
         """Return this rank's parts of what its replica works on; `leaving`: owners' ranks and indices."""
         coming = self._slices_of_ranks(owned)
         # Gather.
-        arrived = self._to_owners(leaving, own, coming)
+        arrived = yield from self._to_owners(trip, leaving, own, coming)
         wholes = {matrix.param_index: self._empty(matrix.shape, self.groups.dtype) for matrix in owned}
         rows = {matrix.param_index: self._no_rows for matrix in owned}
         views = []
@@ -302,22 +333,27 @@ class Exchange:
         for rank, matrix, part in coming:
             index = matrix.param_index
             parcels.append((rank, Parcel(part.of(directions[index]), rows[index])))
-        return self._from_owners(leaving, own, parcels)
+        return (yield from self._from_owners(trip, leaving, own, parcels))
 
     def _to_owners(
         self,
+        trip: _Trip,
         leaving: Sequence[tuple[int, int]],
         own: Mapping[int, Parcel],
         coming: Sequence[tuple[int, Matrix, Slice]],
-    ) -> list[Parcel]:
+    ) -> Generator[None, None, list[Parcel]]:
         """Send each parcel to the rank that works on its matrix, and return those that come, in their order."""
         sent = [(rank, own[index]) for rank, index in leaving]
         forms = [(rank, _Form(part.shape(matrix.shape), matrix.rows)) for rank, matrix, part in coming]
-        return self._all_to_all(sent, forms)
+        return (yield from self._all_to_all(trip, sent, forms))
 
     def _from_owners(
-        self, leaving: Sequence[tuple[int, int]], own: Mapping[int, Parcel], parcels: Sequence[tuple[int, Parcel]]
-    ) -> dict[int, Parcel]:
+        self,
+        trip: _Trip,
+        leaving: Sequence[tuple[int, int]],
+        own: Mapping[int, Parcel],
+        parcels: Sequence[tuple[int, Parcel]],
+    ) -> _Parcels:
         """Send parcels to their ranks, and return those that come back for this rank's own, by index.
 
         Every rank gets a status too. `leaving` and `parcels` are in the order of ranks.
@@ -328,11 +364,11 @@ class Exchange:
         coming += [(rank, _STATUS, _form_of(status)) for rank in range(self._ranks)]
         sent.sort(key=lambda entry: entry[0])
         coming.sort(key=lambda entry: entry[0])
-        is_heard = self._calls >= self._done
-        returned = self._all_to_all(sent, [(rank, form) for rank, _, form in coming])
+        is_heard = trip.calls >= trip.done
+        returned = yield from self._all_to_all(trip, sent, [(rank, form) for rank, _, form in coming])
         if is_heard:
             statuses = [parcel for (_, index, _), parcel in zip(coming, returned, strict=True) if index == _STATUS]
-            self._heard_here = _largest(statuses)
+            trip.heard_here = _largest(statuses)
         indices = [index for _, index, _ in coming]
         return {index: parcel for index, parcel in zip(indices, returned, strict=True) if index != _STATUS}
 
@@ -348,11 +384,12 @@ class Exchange:
 
     def _from_replicas(
         self,
+        trip: _Trip,
         by_replica: Sequence[Sequence[tuple[int, int]]],
         results: Mapping[int, Parcel],
         own: Mapping[int, Parcel],
         status: Parcel,
-    ) -> dict[int, Parcel]:
+    ) -> _Parcels:
         """Return what all replicas work on, in the forms of `own`; `by_replica`: see `_held_by_owner`.
 
         Each replica sends a status too, behind its results.
@@ -366,27 +403,25 @@ class Exchange:
                 flats.append(self._pack([results[index] for index in forms]))
             else:
                 flats.append(self._empty((sum(map(self._size, forms.values())),), torch.uint8))
-        is_heard = self._calls >= self._done
-        self._communicate(lambda: self._broadcast(flats))
+        is_heard = trip.calls >= trip.done
+        yield from self._communicate(trip, lambda: self._broadcast(flats))
         parcels: dict[int, Parcel] = {}
         statuses = []
         for forms, flat in zip(forms_by_replica, flats, strict=True):
             parcels.update(zip(forms, self._unpack(flat, list(forms.values())), strict=True))
             statuses.append(parcels.pop(_STATUS))
         if is_heard:
-            self._heard_there = _largest(statuses)
+            trip.heard_there = _largest(statuses)
         return parcels
 
-    def _broadcast(self, flats: Sequence[Tensor]) -> None:
-        """Send each replica's bytes to the others."""
+    def _broadcast(self, flats: Sequence[Tensor]) -> list[Any]:
+        """Begin to send each replica's bytes to the others."""
         group = self.groups.replicas
-        sends = [
-            dist.broadcast(flat, group_src=source, group=group, async_op=True) for source, flat in enumerate(flats)
-        ]
-        for send in sends:
-            send.wait()
+        return [dist.broadcast(flat, group_src=source, group=group, async_op=True) for source, flat in enumerate(flats)]
 
-    def _all_to_all(self, leaving: Sequence[tuple[int, Parcel]], coming: Sequence[tuple[int, _Form]]) -> list[Parcel]:
+    def _all_to_all(
+        self, trip: _Trip, leaving: Sequence[tuple[int, Parcel]], coming: Sequence[tuple[int, _Form]]
+    ) -> Generator[None, None, list[Parcel]]:
         """Send parcels to ranks, rank by rank, and return those that come, in their order."""
         sent, received = [0] * self._ranks, [0] * self._ranks  # bytes
         for rank, parcel in leaving:
@@ -395,16 +430,25 @@ class Exchange:
             received[rank] += self._size(form)
         flat = self._empty((sum(received),), torch.uint8)
         packed = self._pack([parcel for _, parcel in leaving])
-        self._communicate(lambda: dist.all_to_all_single(flat, packed, received, sent, group=self.groups.shards))
+        group = self.groups.shards
+        yield from self._communicate(
+            trip, lambda: [dist.all_to_all_single(flat, packed, received, sent, group=group, async_op=True)]
+        )
         return self._unpack(flat, [form for _, form in coming])
 
-    def _communicate(self, call: Callable[[], Any]) -> None:
-        """Do the next communication of a round, unless this rank has done it before it failed."""
-        self._calls += 1
-        if self._calls > self._done:
-            is_broken, self.is_broken = self.is_broken, True  # if it fails
-            call()
-            self.is_broken = is_broken
+    def _communicate(self, trip: _Trip, begin: Callable[[], list[Any]]) -> Iterator[None]:
+        """Begin a round's next communication, let others go on, and end it; skip what was done before a failure."""
+        trip.calls += 1
+        if trip.calls <= trip.done:
+            return
+        try:
+            works = begin()
+            yield
+            for work in works:
+                work.wait()
+        except Exception:
+            self.is_broken = True
+            raise
 
     def _pack(self, parcels: Sequence[Parcel]) -> Tensor:
         """Return parcels as bytes, which every communication backend knows, one after the other."""

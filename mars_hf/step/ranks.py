@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import traceback
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -344,6 +344,28 @@ class SharedStep:
             for exchange in exchanges:
                 exchange.has_failed = True
 
+    def overlap(self, updates: Iterable[Iterator[None]]) -> None:
+        """Run updates that yield where they communicate: each begins before the one before it has ended.
+
+        The newest goes on first, so that the older ones have had its work's time to communicate.
+        """
+        begun: list[Iterator[None]] = []
+        for update in updates:
+            begun = self._let_go_on([*begun, update])
+        while begun:
+            begun = self._let_go_on(begun)
+
+    def _let_go_on(self, updates: Sequence[Iterator[None]]) -> list[Iterator[None]]:
+        """Let updates go on until they communicate again, and return those that have not ended."""
+        left = []
+        for update in reversed(updates):
+            has_ended = True  # unless it yields
+            with self.held():
+                has_ended = next(update, True) is True
+            if not has_ended:
+                left.append(update)
+        return left[::-1]
+
     def conclude(self) -> None:
         """End the step: raise what this rank has kept, or what others have told. Waits for the device if they could.
 
@@ -408,8 +430,8 @@ class Chunk(NamedTuple):
 
     def directions(
         self, momenta: Sequence[Tensor], param_groups: Sequence[Mapping[str, Any]], error: Exception | None = None
-    ) -> list[Tensor]:
-        """Return what this rank holds of the directions of all matrices in the lists. Collective where ranks share.
+    ) -> Generator[None, None, list[Tensor]]:
+        """Return what this rank holds of the directions of all matrices in the lists; yield where ranks communicate.
 
         Args:
             momenta: their first moments, in the dtypes of the iteration.
@@ -436,7 +458,7 @@ class Chunk(NamedTuple):
 
         indices = [index for tensors in self.lists for index in tensors.indices]
         held = dict(zip(indices, map(Parcel, momenta, rows), strict=True))
-        results = self.exchange.run(self.matrices, held, work, error)
+        results = yield from self.exchange.run(self.matrices, held, work, error)
         return [results[index].to(momentum.device) for index, momentum in zip(indices, momenta, strict=True)]
 
 

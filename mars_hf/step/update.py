@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,12 @@ _ONE = torch.ones((), device="cpu")  # a number would become a tensor once for e
 # --- matrices ---------------------------------------------------------------------------------------------------------
 
 
-def update_matrices(chunk: Chunk, param_groups: Sequence[Mapping[str, Any]], metrics: StepMetrics | None) -> None:
+def update_matrices(
+    chunk: Chunk, param_groups: Sequence[Mapping[str, Any]], metrics: StepMetrics | None
+) -> Iterator[None]:
     """Advance the first moments of a chunk, orthogonalize them and move the parameters; collective if ranks share it.
+
+    It yields where ranks communicate, for the next chunk to begin.
 
     Args:
         chunk: matrices that are orthogonalized together; this rank may hold none of them.
@@ -41,7 +45,7 @@ def update_matrices(chunk: Chunk, param_groups: Sequence[Mapping[str, Any]], met
                 raise
             failure = error  # the other ranks wait for this one's part
             momenta += [torch.zeros_like(param, dtype=dtype) for param in tensors.params]
-    directions = chunk.directions(momenta, param_groups, failure)
+    directions = yield from chunk.directions(momenta, param_groups, failure)
     del momenta
     for tensors in chunk.lists:
         count = len(tensors.params)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -17,16 +17,18 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 
 import mars_hf
 from mars_hf import Mars
+from mars_hf.distributed import exchange
 from mars_hf.distributed.tensors import local
 from mars_hf.step import ranks, update
 
 INDICES = (0, 2, 6)
+MANY = INDICES * 4  # several for each rank
 MESHES = {"sharded": ((4,), [Shard(0)]), "hybrid": ((2, 2), [Replicate(), Shard(0)]), "copies": ((4,), [Replicate()])}
 
 
-def make(kind: str, **settings: Any) -> Mars:
+def make(kind: str, indices: Sequence[int] = INDICES, **settings: Any) -> Mars:
     """Return the optimizer of one rank, with two groups of matrices and one of vectors."""
-    wholes = [*map(whole, INDICES), torch.ones(12)]
+    wholes = [*map(whole, indices), torch.ones(12)]
     params, process_group = [nn.Parameter(tensor) for tensor in wholes], dist.group.WORLD
     if kind != "process group":
         shape, placements = MESHES[kind]
@@ -236,18 +238,20 @@ def test_misplaced_gradients_of_one_rank():
 # --- after a step has begun to change ---------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("indices", [INDICES, MANY], ids=["one round", "several"])
 @pytest.mark.parametrize("at", [0, 1])
 @pytest.mark.parametrize("where", ["compute_directions", "_advance_momenta", "update", "set_factors"])
 @pytest.mark.parametrize("normalize_rows", [None, 0.9])
 @pytest.mark.parametrize("kind", [*MESHES, "process group"])
-def test_out_of_memory_among_exchanges(kind, normalize_rows, where, at, monkeypatch):
+def test_out_of_memory_among_exchanges(kind, normalize_rows, where, at, indices, monkeypatch):
     """The rank takes part to the end, so that nobody waits for it, and all hear of it; they cannot go on."""
+    monkeypatch.setattr(exchange, "ROUND_ELEMENTS", 1)
     error = torch.OutOfMemoryError("CUDA out of memory")
     modules = {"compute_directions": ranks, "_advance_momenta": update}
     module = modules.get(where, mars_hf.optimizer)
 
     def run(rank: int) -> list[str]:
-        mars = make(kind, normalize_rows=normalize_rows)
+        mars = make(kind, indices, normalize_rows=normalize_rows)
         return [*filter(None, [outcome(lambda: step(mars)) for _ in range(3)])]
 
     monkeypatch.setattr(module, where, failing_on(getattr(module, where), 1, at, error))

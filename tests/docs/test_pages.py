@@ -148,25 +148,6 @@ def test_rates_of_fine_tuning_on_readme():
     assert text in words and f"of SmolLM2, was {best:.1e}.".replace("e-0", "e-") in words
 
 
-def test_rates_of_lora():
-    """docs/trl_peft.md: one rate is best for all in the search, for mars-m over twelve times that of equal updates."""
-    runs = json.loads((ROOT / "benchmarks" / "results" / "tune_smollm2.json").read_text(encoding="utf-8"))["runs"]
-    words = words_of(PAGES["trl_peft.md"])
-    best = set()
-    for optim in ("adamw(0.9)", "mars_adamw", "mars_m", "muon"):
-        chosen = {"text": "kjv", "mode": "lora", "optim": optim, "seed": 100}.items()
-        losses = {run["learning_rate"]: run["eval_loss"] for run in runs if chosen <= run.items()}
-        best.add(min(losses, key=losses.get))
-    (rate,) = best
-    assert "3.2e-3 was best for AdamW, mars-adamw, mars-m and Muon alike" in words and rate == 3.2e-3
-    converted = suggest("mars-m", 2e-4, (0.9, 0.999))["lr"]
-    assert "Its best rate was over twelve times as high" in words and 12 < rate / converted < 13
-    assert (
-        f"{suggest('mars-adamw', 2e-4, (0.9, 0.999))['lr']:.1e} [corresponds to AdamW's 2e-4]".replace("e-0", "e-")
-        in words
-    )
-
-
 def test_output_of_suggest(capsys):
     command = next(words for words in map(shlex.split, commands("choosing.md")) if "suggest" in words)
     main(command[3:])
@@ -276,17 +257,6 @@ def test_training_on_h100():
     assert f"runs at {runs[0]['AdamW fused']['mfu']:.0%}".replace("%", " %") in words_of(PAGES["speed.md"])
     mars, mars_m = (f"{runs[0][name]['against']['AdamW fused']:.2f}" for name in ("Mars", "mars-m"))
     assert f"takes {mars} times AdamW's with mars-adamw, {mars_m} with mars-m" in words_of(ROOT / "README.md")
-    text = f"takes {mars} times as long as AdamW's with mars-adamw, and {mars_m} times with mars-m, at 14 %"
-    assert text in words_of(PAGES["faq.md"])
-
-
-def test_steps_of_mars_m_on_a_cpu():
-    """Wherever a page warns of them."""
-    steps = measured("step_cost_amd_epyc")["sizes"]["28m"]["contenders"]
-    ratio = f"{steps['mars-m, split c_attn']['against_adamw']:.0f}"
-    for page in ("README.md", "faq.md", "troubleshooting.md"):
-        assert f"{ratio} times as long as AdamW's" in words_of(PAGES[page]), page
-    assert f"| mars-m, query, key and value split | {ratio}x; " in words_of(PAGES["speed.md"])
 
 
 class CountedProducts:
