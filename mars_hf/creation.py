@@ -13,11 +13,11 @@ from mars_hf.arithmetic.update_rules import update_rule
 from mars_hf.groups import saved_settings
 from mars_hf.groups.effects import reject_unread_arguments, without_unread
 from mars_hf.groups.param_groups import param_groups
-from mars_hf.groups.setting_types import CreateSettings
 from mars_hf.groups.settings import (
     DEFAULTS,
     MODEL_DEFAULTS,
     SETTINGS,
+    CreateSettings,
     check_arguments,
     expand,
     reject_unknown,

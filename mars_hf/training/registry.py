@@ -21,12 +21,12 @@ from mars_hf.creation import create, make
 from mars_hf.groups import saved_settings
 from mars_hf.groups.effects import reject_unread_arguments, without_unread
 from mars_hf.groups.param_groups import param_groups, split_by_model
-from mars_hf.groups.setting_types import FactorySettings
 from mars_hf.groups.settings import (
     DEFAULTS,
     MODEL_DEFAULTS,
     PAIR_KEYS,
     SETTINGS,
+    FactorySettings,
     check_arguments,
     check_decoupled_decay,
     expand,

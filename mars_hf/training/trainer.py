@@ -13,8 +13,7 @@ from transformers.trainer import Trainer
 from transformers.trainer_callback import TrainerCallback
 
 from mars_hf import _compat
-from mars_hf.groups.setting_types import FactorySettings
-from mars_hf.groups.settings import PAIR_KEYS, SETTINGS, shown
+from mars_hf.groups.settings import PAIR_KEYS, SETTINGS, FactorySettings, shown
 from mars_hf.optimizer import Mars
 from mars_hf.training.callback import LastGradientCallback
 from mars_hf.training.guard import unwrap_optimizer

@@ -13,7 +13,6 @@ import mars_hf
 from mars_hf import Mars
 from mars_hf.arithmetic.matrix_layouts import MatrixLayout
 from mars_hf.groups import plain_yaml
-from mars_hf.groups.setting_types import CreateSettings, FactorySettings
 from mars_hf.groups.settings import (
     DEFAULTS,
     GROUP_KEYS,
@@ -22,6 +21,8 @@ from mars_hf.groups.settings import (
     OVERRIDE_KEYS,
     PAIR_KEYS,
     SETTINGS,
+    CreateSettings,
+    FactorySettings,
     UnknownHyperparameterError,
     check_values,
     parse_optim_args,
