@@ -14,8 +14,10 @@ from mars_hf.arithmetic.eight_bits import Column, Columns, is_coded, tensors_of
 
 
 def can_sum(gradients: Sequence[Tensor], last_grads: Column) -> bool:
-    """Return whether `sums` takes these tensors."""
-    return len(gradients) > 1 and gradients[0].device.type == "cpu" and not is_coded(last_grads)
+    """Return whether `sums` takes these tensors: contiguous ones, because it adds up in row-major order."""
+    if len(gradients) < 2 or gradients[0].device.type != "cpu" or is_coded(last_grads):
+        return False
+    return all(map(Tensor.is_contiguous, gradients))
 
 
 def can_update(params: Sequence[Tensor], buffers: Columns, options: rules.Options) -> bool:

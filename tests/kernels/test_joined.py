@@ -73,3 +73,4 @@ def test_lists_that_are_not_joined():
     noisy = rules.Rounding(kind="stochastic", seeds=range(len(SIZES)))
     assert not joined.can_update(lists["params"], buffers, options_of("adamw", rounding=noisy))
     assert not joined.can_sum(lists["gradients"][:1], [])
+    assert not joined.can_sum(lists["gradients"], []) and joined.can_sum(lists["gradients"][1:], [])  # memory order
