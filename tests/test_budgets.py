@@ -57,7 +57,7 @@ NOUNS = {
     "arithmetic/rules.py": ["Arithmetic", "Options", "Rounding"],
     "arithmetic/update_rules.py": ["UpdateRule"],
     "distributed/exchange.py": [
-        "Exchange", "Matrix", "MatrixPlanner", "Parcel", "ProcessGroups", "_Chunks", "_Form", "_Member",
+        "Exchange", "Matrix", "MatrixPlanner", "Parcel", "ProcessGroups", "_Chunks", "_Form", "_Member", "_Trip",
     ],
     "distributed/norms.py": ["Compared", "GroupSums"],
     "distributed/shards.py": ["Shards"],
@@ -65,7 +65,7 @@ NOUNS = {
     "kernels/__init__.py": ["Backend"],
     "kernels/memory.py": ["Memory"],
     "step/coded.py": ["UnfitStateError"],
-    "step/last_norms.py": ["LastNorms", "_Remembered"],
+    "step/last_norms.py": ["LastNorms"],
     "step/lists.py": ["Entry", "TensorList", "_Key", "_Member"],
     "step/metrics.py": ["StepMetrics"],
     "step/ranks.py": ["Chunk", "ComparedSettings", "Ranks", "SharedStep", "_OfGroup", "_Settings"],
