@@ -343,7 +343,7 @@ def measured(name):
 def test_steps_with_states_in_8_bits():
     words = words_of(PAGES["speed.md"])
     sizes = measured("eight_bits_amd_epyc")["sizes"]
-    columns = [sizes["28m"], sizes["small"], measured("clipped_amd_epyc")["sizes"]["28m"]]
+    columns = [sizes["28m"], sizes["small"], measured("clipped_intel_xeon")["sizes"]["28m"]]
     for label, name in {
         "mars-adamw": "Mars",
         "mars-adamw, 8 bits": "Mars 8bit",
