@@ -16,6 +16,7 @@ import time
 import torch
 
 from mars_hf.arithmetic.matrix_layouts import MatrixLayout
+from mars_hf.arithmetic.newton_schulz import QUINTIC
 from mars_hf.arithmetic.orthogonalize import flops
 from mars_hf.distributed.exchange import Matrix, Round, plan_rounds
 from mars_hf.distributed.tensors import Slice
@@ -88,7 +89,7 @@ def main() -> None:
     start = time.perf_counter()
     matrices = []
     for index, (shape, layout) in enumerate(MODELS[args.model]):
-        cost = flops(shape, layout, STEPS)
+        cost = flops(shape, layout, [QUINTIC] * STEPS, torch.bfloat16, torch.device("cuda"))
         matrices.append(Matrix(index, torch.Size(shape), cost, functools.partial(shard, shape[0], ranks)))
     replicas = args.ranks // ranks
     rounds = plan_rounds(matrices, ranks=ranks, replicas=replicas)

@@ -244,6 +244,19 @@ def _segments(
     return (_scaled(segments), HALF) if is_half else (segments, dtype)
 
 
+def flops(
+    rows: int, cols: int, coefficients: Sequence[Coefficients], dtype: torch.dtype, device: torch.device
+) -> float:
+    """Return the multiplications and additions of the steps on one matrix, in the form that they take."""
+    small, large = sorted((rows, cols))
+    cube, long = 2.0 * small**3, 2.0 * small * small * large
+    total = 0.0
+    for steps in _segments(coefficients, dtype, device, small, large)[0]:
+        # A, and the last product with X; B of each step; Q of all but the first, and both products of the next A.
+        total += 2 * long + len(steps) * cube + 3 * (len(steps) - 1) * cube
+    return total
+
+
 def _scaled(segments: Sequence[Sequence[Coefficients]]) -> list[list[Coefficients]]:
     """Return the coefficients that take `HALF_SCALE` X through the same steps; the last one removes the scale."""
     square = HALF_SCALE**2

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mars_hf._compat import cpu_multiplies_bfloat16
-from mars_hf.arithmetic import matrix_layouts
+from mars_hf.arithmetic import matrix_layouts, newton_schulz
 from mars_hf.arithmetic.matrix_layouts import MatrixLayout
 from mars_hf.arithmetic.newton_schulz import coefficients_of, orthogonalize
 from mars_hf.arithmetic.rules import parse_dtype
@@ -151,11 +151,15 @@ def _matrices_in(tensor: Tensor, layout: MatrixLayout) -> list[Tensor]:
     return [view.reshape(shape) for view, shape in zip(views, shapes, strict=True)]
 
 
-def flops(shape: Sequence[int], layout: MatrixLayout, steps: int) -> float:
-    """Return the multiplications and additions of Newton-Schulz on a parameter of this shape, in bfloat16."""
+def flops(
+    shape: Sequence[int],
+    layout: MatrixLayout,
+    coefficients: Sequence[Any],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> float:
+    """Return the multiplications and additions of Newton-Schulz on a parameter of this shape."""
     total = 0.0
     for *batch, rows, columns in matrix_layouts.matrix_shapes(shape, layout):
-        small, large = sorted((rows, columns))
-        # x xᵀ, its product with x, and the square of a (small, small) matrix.
-        total += math.prod(batch) * steps * (4.0 * small * small * large + 2.0 * small**3)
+        total += math.prod(batch) * newton_schulz.flops(rows, columns, coefficients, dtype, device)
     return total

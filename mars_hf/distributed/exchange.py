@@ -21,7 +21,7 @@ from torch import Tensor
 
 from mars_hf.arithmetic import matrix_layouts
 from mars_hf.arithmetic.matrix_layouts import MatrixLayout
-from mars_hf.arithmetic.newton_schulz import MAX_ELEMENTS, chunks_of
+from mars_hf.arithmetic.newton_schulz import MAX_ELEMENTS, chunks_of, coefficients_of
 from mars_hf.arithmetic.orthogonalize import count_rows, flops, iteration_dtype
 from mars_hf.arithmetic.update_rules import update_rule
 from mars_hf.distributed.norms import GroupSums, first_message, group_order, wire_device
@@ -563,7 +563,7 @@ class MatrixPlanner:
         if key not in self._exchanges:
             if any(each.param in specs and not is_dtensor(each.param) for each in members):
                 agree()
-            self._exchanges[key] = Exchange(groups, _matrices(groups.shards, members, specs, shapes))
+            self._exchanges[key] = Exchange(groups, _matrices(groups, members, specs, shapes))
         return self._exchanges[key]
 
     def rounds(self, whole: GroupSums) -> dict[Any, tuple[Exchange, Round]]:
@@ -642,17 +642,18 @@ def sharing_ranks(param: Tensor, spec: ShardSpec | None, process_group: Group) -
 
 
 def _matrices(
-    shards: Group, members: Sequence[_Member], specs: Mapping[Tensor, ShardSpec], shapes: Sequence[torch.Size]
+    groups: ProcessGroups, members: Sequence[_Member], specs: Mapping[Tensor, ShardSpec], shapes: Sequence[torch.Size]
 ) -> list[Matrix]:
-    """Return the matrices in some members, whose shards the ranks of a group hold; collective under ZeRO."""
-    if shards is None:
-        return [_matrix(each, each.param_index, each.param.shape, _whole(each.param.shape)) for each in members]
+    """Return the matrices in some members that ranks share; collective under ZeRO."""
+    if groups.shards is None:
+        return [_matrix(groups, each, each.param_index, each.param.shape, _whole(each.param.shape)) for each in members]
     if all(is_dtensor(member.param) for member in members):
-        return [_matrix(each, each.param_index, each.param.shape, slices_of(each.param)) for each in members]
-    return _matrices_of_zero(shards, members, specs, shapes)
+        return [_matrix(groups, each, each.param_index, each.param.shape, slices_of(each.param)) for each in members]
+    return _matrices_of_zero(groups, members, specs, shapes)
 
 
 def _matrix(
+    groups: ProcessGroups,
     member: _Member,
     index: int,
     shape: torch.Size,
@@ -661,7 +662,8 @@ def _matrix(
 ) -> Matrix:
     group = member.group
     layout = matrix_layouts.of_shape(shape) if group["layout"] is None else MatrixLayout(**group["layout"])
-    cost = flops(shape, layout, group["ns_steps"])
+    coefficients = coefficients_of(group["ns_coefficients"], group["ns_steps"])
+    cost = flops(shape, layout, coefficients, groups.dtype, groups.device)
     rows = count_rows(group, shape)
     return Matrix(index, shape, cost, slice_of, only_holder, member.group_index, rows)
 
@@ -673,15 +675,15 @@ def _whole(shape: torch.Size) -> Callable[[int], Slice | None]:
 
 
 def _matrices_of_zero(
-    shards: Group, members: Sequence[_Member], specs: Mapping[Tensor, ShardSpec], shapes: Sequence[torch.Size]
+    groups: ProcessGroups, members: Sequence[_Member], specs: Mapping[Tensor, ShardSpec], shapes: Sequence[torch.Size]
 ) -> list[Matrix]:
     """Return the matrices in flat tensors of ZeRO, which hold shards of several parameters. Collective."""
     held: dict[int, tuple[int, Slice]] = {}  # by the index of the parameter: its group here, and what this rank holds
     for member in members:
         for shard in specs[member.param].shards:
             held[shard.param_index] = member.group_index, shard.slice
-    everywhere: list[dict[int, tuple[int, Slice]]] = [{}] * dist.get_world_size(shards)
-    dist.all_gather_object(everywhere, held, group=shards)
+    everywhere: list[dict[int, tuple[int, Slice]]] = [{}] * dist.get_world_size(groups.shards)
+    dist.all_gather_object(everywhere, held, group=groups.shards)
     slices: dict[int, dict[int, Slice]] = {}
     group_index_of: dict[int, int] = {}
     for rank, of_rank in enumerate(everywhere):
@@ -694,7 +696,7 @@ def _matrices_of_zero(
         _check_pieces(index, shapes[index], slices[index].values())
         only_holder = min(slices[index]) if len(slices[index]) == 1 else None
         member = of_group[group_index_of[index]]
-        matrices.append(_matrix(member, index, shapes[index], slices[index].get, only_holder))
+        matrices.append(_matrix(groups, member, index, shapes[index], slices[index].get, only_holder))
     return matrices
 
 

@@ -72,13 +72,16 @@ def test_products_are_shared():
         ((6, 18), MatrixLayout()),
         ((3, 5, 4), MatrixLayout(batched=True)),
         ((8, 3, 2, 2), MatrixLayout()),
+        ((6, 40), MatrixLayout()),
     ],
     ids=str,
 )
-def test_flops_of_newton_schulz(shape, layout):
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_flops_of_newton_schulz(shape, layout, dtype):
+    """In float32 the last shape takes its steps on the Gram matrix."""
     with FlopCounterMode(display=False) as counter:
-        compute_directions([random(shape, 0)], [settings_of("mars-m", layout, dtype=torch.bfloat16)], torch.float32)
-    assert flops(shape, layout, steps=5) == counter.get_total_flops()
+        compute_directions([random(shape, 0)], [settings_of("mars-m", layout, dtype=dtype)], torch.float32)
+    assert flops(shape, layout, [QUINTIC] * 5, dtype, torch.device("cpu")) == counter.get_total_flops()
 
 
 def test_chunks_of_a_step(monkeypatch):
