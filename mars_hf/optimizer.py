@@ -185,7 +185,8 @@ class Mars(torch.optim.Optimizer):
     have the parameter's dtype, or float32 for float16 and bfloat16 parameters, whose update is computed in float32 and
     rounded once. Loading a state keeps the dtypes it was saved in, but for 8 bits. Newton-Schulz adds 8 bytes an
     element in bfloat16, 16 in float32, of at most `2**25` elements or an eighth of all matrices (`2**22` on CPUs) at a
-    time; where ranks share the work, the first moments of all matrices of this rank.
+    time. Where ranks share the work, it is a quarter of a rank's matrices, or `2**25` elements if that is less, and up
+    to three such rounds are under way.
 
     A step that a gradient scaler skips changes nothing. Without a scaler, a NaN or infinite gradient enters moments and
     parameter, as in torch.optim.AdamW.
