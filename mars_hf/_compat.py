@@ -207,7 +207,7 @@ def add_enum_member(enum: Any, value: str) -> None:
     type.__setattr__(enum, name, member)
 
 
-def refuse_old_deepspeed() -> None:
+def require_new_deepspeed() -> None:
     """Raise RuntimeError if the DeepSpeed that trains is one whose ZeRO gives wrong gradients to any optimizer."""
     # Below 0.18.3 ZeRO-2 is wrong for every loop; 0.18.3 divides by the accumulation steps after Trainer has done so.
     version = str(getattr(sys.modules.get("deepspeed"), "__version__", "1"))

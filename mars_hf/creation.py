@@ -11,7 +11,7 @@ from typing_extensions import Never, Unpack
 
 from mars_hf.arithmetic.update_rules import update_rule
 from mars_hf.groups import saved_settings
-from mars_hf.groups.effects import reject_unread_arguments, without_unread
+from mars_hf.groups.effects import check_arguments_read, without_unread
 from mars_hf.groups.param_groups import param_groups
 from mars_hf.groups.settings import (
     DEFAULTS,
@@ -19,8 +19,8 @@ from mars_hf.groups.settings import (
     SETTINGS,
     CreateSettings,
     check_arguments,
+    check_names,
     expand,
-    reject_unknown,
     shown,
     without_torch_keywords,
 )
@@ -83,14 +83,14 @@ def create(
             pattern that matches or decides nothing; what needs a model with parameters; `release_gradients` with what
             needs all gradients; a `like` without settings that can be read.
     """
-    _reject_others(model_or_params, others)
+    _check_types(model_or_params, others)
     stated = without_torch_keywords(settings)
-    reject_unknown(stated, SETTINGS, "mars_hf.create")
+    check_names(stated, SETTINGS, "mars_hf.create")
     saved = {} if like is None else saved_settings.read(like, stated.get("mars_type"))
     arguments = without_unread({**saved, **check_arguments(stated)}, stated)
     if like is not None and arguments.get("adamw_rates"):
         raise ValueError(f"like={shown(str(like))} has rates of MARS; leave adamw_rates out")
-    reject_unread_arguments(arguments)
+    check_arguments_read(arguments)
     return make(model_or_params, arguments, process_group=process_group)
 
 
@@ -111,7 +111,7 @@ def make(
     if isinstance(model_or_params, Iterator):
         model_or_params = list(model_or_params)  # read twice
     if arguments.pop("adamw_rates", False):
-        _reject_rates_of_groups(model_or_params)
+        _check_rates_of_groups(model_or_params)
         arguments = without_unread(from_adamw(arguments), arguments)
     _require_rate(model_or_params, arguments)
     expanded = expand(arguments)
@@ -127,12 +127,12 @@ def make(
         if decayed is not None and expanded.get("weight_decay_1d"):
             _require_decay_of_vectors(mars, decayed, expanded["weight_decay_1d"])
     else:
-        _reject_options_of_models(arguments)
+        _check_options(arguments)
         params: Any = model_or_params
         mars = Mars(params, process_group=process_group, **hyperparameters)
     mars.created_with = {**expanded, **arguments}
     if release_gradients:
-        _reject_release(mars)
+        _check_release(mars)
         mars._release = GradientRelease(mars, mars._step)
     return mars
 
@@ -154,7 +154,7 @@ def _require_decay_of_vectors(mars: Mars, decayed: Callable[..., Any], weight_de
     )
 
 
-def _reject_release(mars: Mars) -> None:
+def _check_release(mars: Mars) -> None:
     """Raise ValueError for settings that need all gradients of a step at once."""
     for group in mars.param_groups:
         if group["max_grad_norm"] is not None:
@@ -182,7 +182,7 @@ def _require_rate(model_or_params: Any, arguments: Mapping[str, Any]) -> None:
     )
 
 
-def _reject_rates_of_groups(groups: Any) -> None:
+def _check_rates_of_groups(groups: Any) -> None:
     """Raise ValueError for groups that state what `adamw_rates` would have to derive."""
     if isinstance(groups, nn.Module):
         return
@@ -195,7 +195,7 @@ def _reject_rates_of_groups(groups: Any) -> None:
                 )
 
 
-def _reject_others(model_or_params: Any, others: Sequence[Any]) -> None:
+def _check_types(model_or_params: Any, others: Sequence[Any]) -> None:
     """Raise TypeError for what is no model and no parameters, and for arguments without a name."""
     if model_or_params is None or isinstance(model_or_params, (str, bytes, Mapping)):
         what = f"{type(model_or_params).__name__} {shown(model_or_params)}"
@@ -217,7 +217,7 @@ def _as_model(model_or_params: Any) -> nn.Module | None:
     return None
 
 
-def _reject_options_of_models(settings: Mapping[str, Any]) -> None:
+def _check_options(settings: Mapping[str, Any]) -> None:
     """Raise ValueError for settings that ask for names or modules, which plain parameters do not have."""
     options = []
     for name, default in MODEL_DEFAULTS.items():

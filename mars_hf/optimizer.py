@@ -19,7 +19,7 @@ from mars_hf.distributed.tensors import Group, local
 from mars_hf.groups.advice import Advice
 from mars_hf.groups.effects import (
     Statement,
-    reject_unread,
+    check_read,
     statements_of_defaults,
     statements_of_group,
     warn_of_decays,
@@ -280,7 +280,7 @@ class Mars(torch.optim.Optimizer):
         self._statements: list[Statement] = []  # of the groups, until all are there
         super().__init__(params, check_values(settings))
         self._is_made = True
-        reject_unread([*statements_of_defaults(self.defaults, self.param_groups), *self._statements])
+        check_read([*statements_of_defaults(self.defaults, self.param_groups), *self._statements])
         self._statements = []
         warn_of_decays(self.param_groups)
         self._ranks.remember(self.param_groups)
@@ -338,7 +338,7 @@ class Mars(torch.optim.Optimizer):
         made = self.param_groups[before:]
         statements = statements_of_group(check_values(param_group), self.defaults, made)
         if self._is_made:
-            reject_unread(statements)
+            check_read(statements)
             warn_of_decays(made)
         else:
             self._statements += statements
@@ -506,7 +506,7 @@ class Mars(torch.optim.Optimizer):
         with self._autocast_off(), self._no_states_if_refused():
             with shared.raising_together():  # nothing has changed until its end
                 self._raise_what_was_held(error)
-                _reject_capture()
+                _require_no_capture()
                 has_gradients = self._has_gradients()
                 if self._release is None:
                     self._compare_with_model()
@@ -514,7 +514,7 @@ class Mars(torch.optim.Optimizer):
                 self._check_edited_groups()
                 shared.plan(rules, max_grad_norm=max_grad_norm, metrics=metrics)
                 if not has_gradients and shared.is_alone:
-                    self._reject_frozen()
+                    self._require_trainable()
                     return
                 place_gradients(groups)
                 lists, stepped = build_lists(groups, rules, self.state, shared.specs, shared.chunk_of)
@@ -635,7 +635,7 @@ class Mars(torch.optim.Optimizer):
                 norms.remember(tensors.last_grad, tensors.squares)
         return norms
 
-    def _reject_frozen(self) -> None:
+    def _require_trainable(self) -> None:
         """Raise RuntimeError if every parameter has been frozen since it was added; warn if no step has trained one."""
         if self._was_trainable and not any(param.requires_grad for param in self._params()):
             raise RuntimeError(
@@ -746,7 +746,7 @@ class Mars(torch.optim.Optimizer):
         return metrics.read()
 
 
-def _reject_capture() -> None:
+def _require_no_capture() -> None:
     """Raise RuntimeError while a CUDA graph is captured: the host counts the steps and reads the rates."""
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(

@@ -287,18 +287,18 @@ def _read_zero(folder: Path) -> tuple[list[Rank], dict[str, Any], dict[str, torc
     for group in model["param_shapes"]:
         for name, shape in group.items():
             shapes[name] = torch.Size(shape)
-    _refuse_paths(shapes, model_file)
+    _check_file_names(shapes, model_file)
     if len(files) != world or sorted(files) != list(range(len(files))):
         raise ValueError(f"{folder} is incomplete: *_optim_states.pt of ranks {sorted(files)} out of {world}")
     if model["ds_config"].get("zero_optimization", {}).get("round_robin_gradients"):
         reason = "round_robin_gradients, under which DeepSpeed mixes up the places of parameters"
         raise ValueError(f"{folder} was saved with {reason}; resume it with the same number of processes")
     ranks = [_read_rank(files[rank], rank, world, model) for rank in range(world)]
-    _refuse_mixed_ranks(folder, ranks)
+    _require_one_checkpoint(folder, ranks)
     return ranks, model, shapes
 
 
-def _refuse_mixed_ranks(folder: Path, ranks: list[Rank]) -> None:
+def _require_one_checkpoint(folder: Path, ranks: list[Rank]) -> None:
     """Raise ValueError if the files are not of one checkpoint: of several steps, or one rank's file twice."""
     remedy = "the folder mixes files of several checkpoints; take another one"
     by_beginning: dict[bytes, int] = {}
@@ -373,11 +373,11 @@ def _read_rank(file: Path, rank: int, world: int, model: dict[str, Any]) -> Rank
     ]
     states = [base["state"].get(index, {}) for index in range(len(weights))]
     for names_to_values in states:
-        _refuse_paths(names_to_values, file)
+        _check_file_names(names_to_values, file)
     return Rank(zero3, weights, states, offsets, common)
 
 
-def _refuse_paths(names: Iterable[Any], file: Path) -> None:
+def _check_file_names(names: Iterable[Any], file: Path) -> None:
     """Refuse names out of a file that would lead, as part of a path, out of the folder they are written in."""
     for name in names:
         if not _stays_inside(name):

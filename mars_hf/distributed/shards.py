@@ -26,7 +26,7 @@ from mars_hf.distributed.tensors import Group, Shard, ShardSpec, Slice, is_dtens
 ModelRef = Callable[[], nn.Module | None]
 
 
-def reject_parts(param: Tensor) -> None:
+def require_known_parts(param: Tensor) -> None:
     """Raise RuntimeError for a parameter flattened by FSDP1 or divided by tensor parallelism without DTensors.
 
     Its shape is no longer that of the whole, and nothing says where the rest is.
@@ -109,7 +109,7 @@ class Shards:
         """Return the spec of a DTensor, or of a tensor that the optimizer was not made from; as `locate`."""
         if is_dtensor(param):
             return self._spec_of_dtensor(param, index)
-        reject_parts(param)
+        require_known_parts(param)
         is_known = index < len(self.shapes)
         if param.ndim < 2:
             spec = self._spec_of_flat(param, model)
@@ -164,7 +164,7 @@ class Shards:
             index = self._indices.get(id(param))
             if index is None or not issubclass(type(param), Tensor):
                 continue
-            reject_parts(param)
+            require_known_parts(param)
             flattened = hasattr(param, "_hp_mapping") or getattr(param, "_z3_optimizer", None) is not None
             if flattened and shape_of(param) == self.shapes[index]:
                 originals[index] = param
@@ -424,7 +424,7 @@ def _spec_of_zero12(tensor: Tensor, originals: Sequence[tuple[int, Tensor]]) -> 
     linked: list[tuple[int, Any]] = [(index, param) for index, param in originals if hasattr(param, "_hp_mapping")]
     if not linked:
         return None
-    _compat.refuse_old_deepspeed()
+    _compat.require_new_deepspeed()
     groups = {id(param._dp_group): param._dp_group for _, param in linked}
     if len(groups) > 1:
         raise RuntimeError(

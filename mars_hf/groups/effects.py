@@ -59,7 +59,7 @@ def _statements(
 # --- settings that do nothing, in an optimizer ------------------------------------------------------------------------
 
 
-def reject_unread(statements: Sequence[Statement]) -> None:
+def check_read(statements: Sequence[Statement]) -> None:
     """Raise ValueError for a stated setting that no parameter reads, or log a line if it is stated for all rules.
 
     One value in several statements need be read once: trainers split one group of the user into many.
@@ -110,7 +110,7 @@ def statements_of_group(
 # --- and in arguments of `create` -------------------------------------------------------------------------------------
 
 
-def reject_unread_arguments(arguments: Mapping[str, Any]) -> None:
+def check_arguments_read(arguments: Mapping[str, Any]) -> None:
     """Raise ValueError for checked arguments of `create` that no parameter of any model would read.
 
     Groups of parameters are not there yet; the optimizer asks them, and says what it finds.

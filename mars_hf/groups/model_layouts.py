@@ -74,7 +74,7 @@ def of_model(
             # A tied parameter comes at each of its places; one that multiplies activations counts.
             if not isinstance(layouts.get(param), MatrixLayout):
                 layouts[param] = layout
-    _reject_unused(patterns, pattern_of)
+    _check_patterns(patterns, pattern_of)
     return layouts
 
 
@@ -123,7 +123,7 @@ def _with_stated_parts(layout: MatrixLayout | LeftOut, shape: Sequence[int], par
     return split
 
 
-def _reject_unused(patterns: Iterable[str], pattern_of: Mapping[str, str | None]) -> None:
+def _check_patterns(patterns: Iterable[str], pattern_of: Mapping[str, str | None]) -> None:
     """Raise ValueError if some patterns are not the first match of any name; the error shows similar names."""
     used = set(pattern_of.values())
     unused = [pattern for pattern in patterns if pattern not in used]

@@ -86,7 +86,7 @@ class ModelWatch:
             return None
         of_optimizer = list(params)
         trained = {id(param) for param in of_optimizer}
-        self._reject_sharded(model, trained)
+        self._require_known_sharding(model, trained)
         is_of_engine = self._was_sharded or not trained <= self._known  # which exchanges parameters on both sides
         if is_of_engine:
             self._modules = []
@@ -127,7 +127,7 @@ class ModelWatch:
                 new.append(name)
         return new, known, waiting
 
-    def _reject_sharded(self, model: nn.Module, trained: set[int]) -> None:
+    def _require_known_sharding(self, model: nn.Module, trained: set[int]) -> None:
         """Raise RuntimeError if parameters have become DTensors since `create`, which the optimizer lacks."""
         replaced = []
         for name, param in model.named_parameters():

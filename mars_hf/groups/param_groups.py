@@ -19,7 +19,7 @@ from mars_hf.arithmetic import matrix_layouts
 from mars_hf.arithmetic.matrix_layouts import MatrixLayout
 from mars_hf.arithmetic.newton_schulz import coefficients_of
 from mars_hf.arithmetic.update_rules import UPDATE_RULES, update_rule
-from mars_hf.distributed.shards import reject_parts
+from mars_hf.distributed.shards import require_known_parts
 from mars_hf.distributed.tensors import shape_of
 from mars_hf.groups import heads, model_layouts
 from mars_hf.groups.model_layouts import LeftOut
@@ -31,8 +31,8 @@ from mars_hf.groups.settings import (
     SETTINGS,
     Override,
     check_decoupled_decay,
+    check_names,
     check_values,
-    reject_unknown,
     shown,
     without_torch_keywords,
 )
@@ -111,7 +111,7 @@ def param_groups(
             "load a PEFT adapter with is_trainable=True"
         )
     if not is_addition:
-        _reject_empty(model, param_rules, override_indices)
+        _check_overrides(model, param_rules, override_indices)
         _require_tables(model, of_model, lr_embeddings)
     return [groups[key] for key in sorted(groups, key=lambda key: key[:2])]  # stable
 
@@ -225,7 +225,7 @@ def _assign(model: nn.Module, overrides: Sequence[Override], *, each_decides: bo
     return indices
 
 
-def _reject_empty(model: nn.Module, overrides: Sequence[Override], indices: Mapping[nn.Parameter, int]) -> None:
+def _check_overrides(model: nn.Module, overrides: Sequence[Override], indices: Mapping[nn.Parameter, int]) -> None:
     """Raise ValueError for an override that states nothing, and keeps no parameter from a later pattern."""
     empty = {index for index, override in enumerate(overrides) if not override.settings}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -315,7 +315,7 @@ def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
             or a layout that does not fit.
     """
     entries = entries_of(group)
-    _reject_names(group)
+    _check_keys(group)
     group = {"layout": None, **check_values(group)}
     settings = {**defaults, **group}
     if UPDATE_RULES[settings["mars_type"]].orthogonalizes:
@@ -334,7 +334,7 @@ def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
     return split
 
 
-def _reject_names(group: Mapping[str, Any]) -> None:
+def _check_keys(group: Mapping[str, Any]) -> None:
     """Raise ValueError for keys of a group that are nearly settings, or are for all parameters together."""
     for name in group:
         is_of_create = name in SETTINGS and SETTINGS[name].scope in ("model", "run")
@@ -345,7 +345,7 @@ def _reject_names(group: Mapping[str, Any]) -> None:
             )
     without_torch_keywords(group)
     names = [name for name in group if name not in LABEL_KEYS]
-    reject_unknown(names, (*GROUP_KEYS, *KEYS_1D, "role"), "parameter group", labels=True)
+    check_names(names, (*GROUP_KEYS, *KEYS_1D, "role"), "parameter group", labels=True)
 
 
 def entries_of(group: Mapping[str, Any], index: int | None = None) -> list[Any]:
@@ -381,7 +381,7 @@ def _role_of(entry: Any, group: Mapping[str, Any], settings: Mapping[str, Any]) 
             f"optimizers take tensors, or (name, tensor) pairs; got {type(param).__name__}. mars_hf.create takes a "
             "module, or a list of modules"
         )
-    reject_parts(param)
+    require_known_parts(param)
     shape = shape_of(param)
     role = group.get("role") or ("matrix" if len(shape) >= 2 else "vector")
     if role != "matrix":

@@ -18,8 +18,8 @@ from mars_hf.groups.settings import (
     MODEL_DEFAULTS,
     MUON,
     check_arguments,
+    check_names,
     loaded_state_dtype,
-    reject_unknown,
     shown,
 )
 
@@ -113,7 +113,7 @@ def read(like: str | os.PathLike[str], mars_type: Any = None) -> dict[str, Any]:
             "checkpoint. Copy the settings you want from its 'groups'"
         )
     try:
-        reject_unknown(arguments, KEPT, "create")
+        check_names(arguments, KEPT, "create")
         arguments = check_arguments(arguments)
     except ValueError as error:
         version = shown(content.get("mars_hf", "(unknown)"))

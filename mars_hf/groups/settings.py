@@ -497,7 +497,7 @@ def hint_of_number(value: Any) -> str:
 
 def _checked_override(override: Override) -> Override:
     where = f"param_rules {shown(override.pattern)}"
-    reject_unknown(override.settings, OVERRIDE_KEYS, where)
+    check_names(override.settings, OVERRIDE_KEYS, where)
     values = {}
     for name, value in override.settings.items():
         values[name] = read(name, value) if isinstance(value, str) else value
@@ -576,7 +576,7 @@ def without_torch_keywords(settings: Mapping[str, Any]) -> dict[str, Any]:
     return ours
 
 
-def reject_unknown(names: Iterable[str], accepted: Iterable[str], where: str, *, labels: bool = False) -> None:
+def check_names(names: Iterable[str], accepted: Iterable[str], where: str, *, labels: bool = False) -> None:
     """Raise UnknownHyperparameterError for a name that is not accepted, with the one that was probably meant.
 
     With `labels`, names that resemble none pass: schedulers and wrappers add keys of their own to groups.
@@ -648,7 +648,7 @@ def parse_optim_args(text: str | None) -> dict[str, Any]:
     """
     texts = _split_pairs(text) if text else {}
     accepted = [name for name in (*SETTINGS, *PAIR_KEYS, "like") if name not in ("betas", "betas_1d")]
-    reject_unknown(texts, accepted, "optim_args")
+    check_names(texts, accepted, "optim_args")
     settings = {}
     for name, value in texts.items():
         settings[name] = value if name == "like" else read(name, value)

@@ -48,7 +48,7 @@ def inspect_memory(rows: Sequence[Sequence[Tensor]], scales: Sequence[Sequence[T
     updated: list[Tensor] = []
     read: list[Tensor] = []
     for (param, grad, *states), scales_of_param in zip(rows, scales, strict=True):
-        _reject_unusable(param, grad, [*states, *scales_of_param])
+        _require_usable(param, grad, [*states, *scales_of_param])
         order = _order_of(param)
         fits = [_fits(tensor, order) for tensor in (param, *states)]
         fits += [_fits_blocks(param, each) for each in scales_of_param]
@@ -66,14 +66,14 @@ def inspect_memory(rows: Sequence[Sequence[Tensor]], scales: Sequence[Sequence[T
     return memories
 
 
-def _reject_unusable(param: Tensor, grad: Tensor, states: Sequence[Tensor]) -> None:
+def _require_usable(param: Tensor, grad: Tensor, states: Sequence[Tensor]) -> None:
     """Raise RuntimeError for a tensor that cannot be read or updated where it is."""
-    _reject_freed("parameter", param)
-    _reject_freed("gradient", grad)
-    _reject_view("parameter", param)
+    _require_memory("parameter", param)
+    _require_memory("gradient", grad)
+    _require_own_elements("parameter", param)
     for state in states:
-        _reject_freed("state", state)
-        _reject_view("state", state)
+        _require_memory("state", state)
+        _require_own_elements("state", state)
 
 
 def _has_values(tensor: Tensor) -> bool:
@@ -86,14 +86,14 @@ def _is_in_memory(tensor: Tensor) -> bool:
     return _has_values(tensor) and tensor.device.type != "meta" and tensor.numel() > 0
 
 
-def _reject_freed(what: str, tensor: Tensor) -> None:
+def _require_memory(what: str, tensor: Tensor) -> None:
     if _is_in_memory(tensor) and tensor.data_ptr() == 0:
         raise RuntimeError(
             f"the memory of a {what} of shape {tuple(tensor.shape)} has been freed; restore it before step()"
         )
 
 
-def _reject_view(what: str, tensor: Tensor) -> None:
+def _require_own_elements(what: str, tensor: Tensor) -> None:
     """Raise RuntimeError for a view that a step cannot update."""
     if not _is_in_memory(tensor):
         return

@@ -159,7 +159,7 @@ def build_lists(
         memories = inspect_memory([entry.tensors for entry in entries], [entry.scales for entry in entries])
     averaging = _averaging_groups(entries, param_groups, rules)
     for group in averaging:
-        _reject_another_gamma(group)
+        _require_same_gamma(group)
 
     # Of all parameters: released gradients come one by one, and compiling pays for them together.
     numel = sum(param.numel() for group in param_groups for param in group["params"])
@@ -308,7 +308,7 @@ def check_gradient(param: Tensor, grad: Any) -> None:
         )
 
 
-def _reject_another_gamma(group: Mapping[str, Any]) -> None:
+def _require_same_gamma(group: Mapping[str, Any]) -> None:
     """Raise RuntimeError if gamma has changed in a group whose first moments are averages, for one gamma."""
     gamma, before = group["gamma"], group.get("gamma_of_average")
     if before not in (None, gamma):

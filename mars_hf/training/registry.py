@@ -19,7 +19,7 @@ from typing_extensions import Unpack
 from mars_hf import _compat
 from mars_hf.creation import create, make
 from mars_hf.groups import saved_settings
-from mars_hf.groups.effects import reject_unread_arguments, without_unread
+from mars_hf.groups.effects import check_arguments_read, without_unread
 from mars_hf.groups.param_groups import param_groups, split_by_model
 from mars_hf.groups.settings import (
     DEFAULTS,
@@ -29,10 +29,10 @@ from mars_hf.groups.settings import (
     FactorySettings,
     check_arguments,
     check_decoupled_decay,
+    check_names,
     expand,
     hint_of_number,
     parse_optim_args,
-    reject_unknown,
     shown,
     text_of_optim_args,
     without_torch_keywords,
@@ -142,7 +142,7 @@ def factory(args: TrainingArguments, **settings: Unpack[FactorySettings]) -> tup
 
 def _checked(settings: Mapping[str, Any]) -> dict[str, Any]:
     ours = without_torch_keywords(settings)
-    reject_unknown(ours, [*SETTINGS, *PAIR_KEYS, "like"], "mars_hf.factory")
+    check_names(ours, [*SETTINGS, *PAIR_KEYS, "like"], "mars_hf.factory")
     return check_arguments(ours)
 
 
@@ -167,7 +167,7 @@ def resolve(settings: Mapping[str, Any], args: TrainingArguments) -> dict[str, A
             )
     stated = dict(in_arguments.values()) | of_mars
     arguments = without_unread(join_beta_pairs(saved | stated), join_beta_pairs(stated))
-    reject_unread_arguments(arguments)
+    check_arguments_read(arguments)
     check_decoupled_decay(arguments)
     return arguments
 
@@ -261,14 +261,14 @@ def register() -> None:
 def _checking_arguments(post_init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(post_init)
     def check_and_init(self: TrainingArguments, *args: Any, **kwargs: Any) -> None:
-        _reject_near_name(self.optim)
+        _check_name(self.optim)
         post_init(self, *args, **kwargs)
         _check_arguments(self)
 
     return check_and_init
 
 
-def _reject_near_name(optim: Any) -> None:
+def _check_name(optim: Any) -> None:
     """Raise ValueError for a name that is nearly one of ours: transformers would list its own 50."""
     names = [str(member.value) for member in OptimizerNames]
     if not isinstance(optim, str) or isinstance(optim, OptimizerNames) or optim in names:

@@ -44,7 +44,7 @@ class TrainerWithMars(_Base):
         self, *args: Any, mars_kwargs: FactorySettings | Mapping[str, Any] | None = None, **kwargs: Any
     ) -> None:
         """Build the Trainer; see the class."""
-        self._reject_settings(kwargs)
+        self._check_keywords(kwargs)
         optimizers: Any = kwargs.pop("optimizers", None) or (None, None)
         if not isinstance(optimizers, (tuple, list)) or len(optimizers) != 2:
             raise TypeError(f"optimizers is a {type(optimizers).__name__}; give a pair: optimizers=(optimizer, None)")
@@ -73,7 +73,7 @@ class TrainerWithMars(_Base):
         if not self._callbacks_of(NonFiniteCallback):
             self.add_callback(NonFiniteCallback())
 
-    def _reject_settings(self, keywords: Mapping[str, Any]) -> None:
+    def _check_keywords(self, keywords: Mapping[str, Any]) -> None:
         """Raise TypeError for settings of MARS among the Trainer's keywords, unless the trainer has such keywords."""
         known = inspect.signature(super().__init__).parameters
         for name, value in keywords.items():
