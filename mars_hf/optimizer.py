@@ -374,10 +374,10 @@ class Mars(torch.optim.Optimizer):
         settings = expand(dict(self.created_with or {}))
         options = {name: settings[name] for name in MODEL_DEFAULTS if name in settings}
         options["decayed"] = self._decayed
-        of_model = param_groups(model, mars_type=self.defaults["mars_type"], is_addition=True, **options)
-        parts = split_by_model([param_group], of_model)
+        model_groups = param_groups(model, mars_type=self.defaults["mars_type"], is_addition=True, **options)
+        parts = split_by_model([param_group], model_groups)
         params = params_of(parts)
-        unknown = set(params).difference(params_of(of_model))
+        unknown = set(params).difference(params_of(model_groups))
         if unknown:
             self._advice.say(
                 "unknown parameters",

@@ -74,7 +74,7 @@ class GroupSums:
         if not has_gradient:
             return
         for shard in spec.shards:
-            self.add_present(spec.group, shard.param_index, shard.numel / shard.whole)
+            self.add_present(spec.group, shard.param_index, shard.numel / shard.whole_numel)
             if spec.replicas is not None:
                 self.add_present(spec.replicas, shard.param_index, 1 / dist.get_world_size(spec.replicas))
 

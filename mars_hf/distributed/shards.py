@@ -174,7 +174,7 @@ class Shards:
 # --- DTensors: FSDP2 and tensor parallelism -------------------------------------------------------------------------
 
 # Process groups made here, by their ranks: one serves all optimizers, and all meshes with these ranks.
-_made: dict[tuple[int, ...], Group] = {}
+_made_groups: dict[tuple[int, ...], Group] = {}
 
 
 def place_gradients(param_groups: Iterable[Mapping[str, Any]]) -> None:
@@ -347,12 +347,15 @@ def _slice(tensor: Any, splits: _Splits, coordinate: Sequence[int]) -> Slice:
     mesh, part = tensor.device_mesh, None
     for dim in sorted(splits, reverse=True):  # from the last one on: each holds the later ones
         stripes, in_order = 1, list[int]()
+        is_cut_once = len(splits[dim]) == 1
         for mesh_dim, factor in reversed(splits[dim]):
             later = math.prod(map(mesh.size, in_order))
             if factor == 1:
                 in_order.insert(0, mesh_dim)
-            elif factor == later or len(splits[dim]) == 1:
-                stripes = factor if len(splits[dim]) == 1 else 1
+            elif is_cut_once:
+                stripes = factor
+                in_order.append(mesh_dim)
+            elif factor == later:
                 in_order.append(mesh_dim)
             else:
                 raise _unsupported(tensor, f"a strided shard of factor {factor} with {later} later shards")
@@ -399,7 +402,7 @@ def _group_over(mesh: Any, dims: Sequence[int]) -> Group:
     ranks = tuple(sorted(mesh.mesh[index].flatten().tolist()))
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
-    if ranks not in _made or not ranks_of(_made[ranks]):
+    if ranks not in _made_groups or not ranks_of(_made_groups[ranks]):
         if mesh.size() < dist.get_world_size() and getattr(dist.group.WORLD, "bound_device_id", None) is not None:
             raise RuntimeError(
                 f"no process group over dimensions {tuple(dims)} of mesh {mesh.mesh_dim_names or tuple(mesh.shape)}, "
@@ -407,8 +410,8 @@ def _group_over(mesh: Any, dims: Sequence[int]) -> Group:
                 "device_id, which pipeline stages do not allow. Remove device_id"
             )
         # Ranks outside the mesh, of other pipeline stages, know nothing of it.
-        _made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-    return _made[ranks]
+        _made_groups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return _made_groups[ranks]
 
 
 # --- flat tensors: DeepSpeed ZeRO-1, 2 and 3 ------------------------------------------------------------------------

@@ -33,7 +33,7 @@ class Slice(NamedTuple):
     @property
     def offset(self) -> int:
         """Return a number that two parts of one parameter have in common only if they are the same part."""
-        return self.start if self.inner is None else self.start + (self.inner.offset + 1 << 32)
+        return self.start if self.inner is None else self.start + ((self.inner.offset + 1) << 32)
 
     def of(self, whole: Tensor) -> Tensor:
         """Return this part of a whole parameter as a view; stripes have a dimension before that of their indices."""
@@ -77,7 +77,7 @@ class Shard(NamedTuple):
     slice: Slice
 
     @property
-    def whole(self) -> int:
+    def whole_numel(self) -> int:
         """Return the number of elements of the whole parameter."""
         return self.shape.numel()
 

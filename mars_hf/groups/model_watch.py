@@ -39,7 +39,7 @@ class ModelWatch:
         self._look_again(model, params)
 
     def _look_again(self, model: nn.Module, params: Iterable[Tensor]) -> None:
-        """Take the parameters that the model has now for known."""
+        """Note the modules and parameters that the model has now; they count as known."""
         self._known = {id(param) for param in model.parameters()} | {id(param) for param in params}
         self._modules = []
         if self._was_sharded:  # fully_shard exchanges parameters before and after each forward pass
@@ -51,7 +51,7 @@ class ModelWatch:
             self._modules.append(_Module(weakref.ref(module), *_identities(module), frozen))
 
     def add(self, params: Iterable[Tensor]) -> None:
-        """Take parameters that a new group brings for known."""
+        """Count the parameters that a new group brings as known."""
         self._known |= {id(param) for param in params}
 
     def is_due(self) -> bool:
@@ -99,9 +99,10 @@ class ModelWatch:
                 "layers, adapters), and would not train. Call mars_hf.create(model, ...) after such changes, hand new "
                 "parameters to optimizer.add_param_group, or freeze what is not meant to train"
             )
-        known = self._known
+        known_before = self._known
         self._look_again(model, of_optimizer)
-        self._known -= {id(param) for param in waiting if id(param) not in known}
+        # A new parameter that waits for its first gradient stays new: with one, it is an error.
+        self._known -= {id(param) for param in waiting if id(param) not in known_before}
         self._waits = bool(waiting)
         if not unfrozen:
             return None
@@ -112,9 +113,14 @@ class ModelWatch:
         )
 
     def _untrained(self, model: nn.Module, trained: set[int]) -> tuple[list[str], list[str], list[nn.Parameter]]:
-        """Return the trainable parameters that are not in the optimizer: new, known, and those without a gradient."""
+        """Return the trainable parameters that are not in the optimizer.
+
+        Returns:
+            Names of those that the model has got since the last look, names of those that it had then and that were
+            frozen or left out, and those without a gradient.
+        """
         new: list[str] = []
-        known: list[str] = []
+        unfrozen: list[str] = []
         waiting: list[nn.Parameter] = []
         for name, param in model.named_parameters():
             if not param.requires_grad or id(param) in trained:
@@ -122,10 +128,10 @@ class ModelWatch:
             if param.grad is None:  # a copy for an average, a part that is not used yet, or nobody's
                 waiting.append(param)
             elif id(param) in self._known:
-                known.append(name)
+                unfrozen.append(name)
             else:
                 new.append(name)
-        return new, known, waiting
+        return new, unfrozen, waiting
 
     def _require_known_sharding(self, model: nn.Module, trained: set[int]) -> None:
         """Raise RuntimeError if parameters have become DTensors since `create`, which the optimizer lacks."""

@@ -263,18 +263,18 @@ def _rate_of_table(role: str, override: Mapping[str, Any], lr: float) -> dict[st
     return dict.fromkeys(keys, lr)
 
 
-def split_by_model(groups: Iterable[Any], of_model: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def split_by_model(groups: Iterable[Any], model_groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return somebody's groups, each split into those of its parameters that have the same settings in a model.
 
     Args:
         groups: what torch optimizers take: tensors, pairs (name, tensor) or dicts with `params`.
-        of_model: the model's groups, from `param_groups`; what they state wins. Other parameters keep their groups'
+        model_groups: the model's groups, from `param_groups`; what they state wins. Other parameters keep their groups'
             own settings.
     """
     in_model: dict[Any, Mapping[str, Any]] = {}
-    for group in of_model:
-        of_group = {name: value for name, value in group.items() if name != "params"}
-        in_model |= dict.fromkeys(params_of([group]), of_group)
+    for group in model_groups:
+        stated = {name: value for name, value in group.items() if name != "params"}
+        in_model |= dict.fromkeys(params_of([group]), stated)
     groups = [groups] if isinstance(groups, Tensor) else list(groups)
     if not groups or not isinstance(groups[0], dict):
         groups = [{"params": groups}]
@@ -400,20 +400,32 @@ def _role_of(entry: Any, group: Mapping[str, Any], settings: Mapping[str, Any]) 
 
 def _adamw_settings(role: str, group: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return learning rate, betas and decay for the parameters of a group that use AdamW."""
-    ratio_base, lr_1d = defaults["lr"], defaults["lr_1d"]
-    if group.get("lr_1d") is not None:
-        lr = group["lr_1d"]
-    elif lr_1d is None:
-        lr = group.get("lr", ratio_base) * UPDATE_RULES[group.get("mars_type", defaults["mars_type"])].lr_1d_ratio
-    elif "lr" in group and ratio_base > 0:
-        lr = group["lr"] * (lr_1d / ratio_base)
-    else:
-        lr = lr_1d
     return {
-        "lr": lr,
+        "lr": _adamw_rate(group, defaults),
         "betas": group.get("betas_1d", group.get("betas", defaults["betas_1d"])),
         "weight_decay": _adamw_decay(role, group, defaults),
     }
+
+
+def _adamw_rate(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> Any:
+    """Return the learning rate of parameters under AdamW: the first line that applies.
+
+    | where                         | rate                                                           |
+    | ----------------------------- | -------------------------------------------------------------- |
+    | the group states `lr_1d`      | that                                                           |
+    | the defaults have no `lr_1d`  | `lr` of the group or else the defaults, times the rule's ratio |
+    | the group states `lr`         | that, times lr_1d / lr of the defaults                         |
+    | otherwise, or at default lr 0 | `lr_1d` of the defaults                                        |
+    """
+    lr, lr_1d = defaults["lr"], defaults["lr_1d"]
+    if group.get("lr_1d") is not None:
+        return group["lr_1d"]
+    if lr_1d is None:
+        rule = UPDATE_RULES[group.get("mars_type", defaults["mars_type"])]
+        return group.get("lr", lr) * rule.lr_1d_ratio
+    if "lr" in group and lr > 0:
+        return group["lr"] * (lr_1d / lr)
+    return lr_1d
 
 
 def _adamw_decay(role: str, group: Mapping[str, Any], defaults: Mapping[str, Any]) -> float:

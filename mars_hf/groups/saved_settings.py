@@ -55,23 +55,27 @@ def to_json(created_with: Mapping[str, Any] | None) -> dict[str, Any] | None:
 
 
 def as_loaded(saved: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments that a checkpoint holds, as JSON, as they are after its loading into an optimizer with its own.
+    """Return the arguments of an optimizer that has loaded a checkpoint.
 
     Settings that are newer than the checkpoint take their defaults. Between 8 bits and floating point the optimizer's
     own `state_dtype` stays, and the states are converted.
+
+    Args:
+        saved: arguments in the checkpoint, as JSON holds them.
+        own: those that the optimizer was created with, in the same form.
     """
     loaded = {**(to_json({}) or {}), **saved}
     loaded["state_dtype"] = loaded_state_dtype(loaded["state_dtype"], own["state_dtype"])
-    saved_rules, own_rules = loaded["param_rules"], own["param_rules"]
-    if [pattern for pattern, _ in saved_rules] != [pattern for pattern, _ in own_rules]:
+    saved_overrides, own_overrides = loaded["param_rules"], own["param_rules"]
+    if [pattern for pattern, _ in saved_overrides] != [pattern for pattern, _ in own_overrides]:
         return loaded
-    rules = []
-    for (pattern, before), (_, now) in zip(saved_rules, own_rules, strict=True):
-        rule = dict(before)
+    overrides = []
+    for (pattern, before), (_, now) in zip(saved_overrides, own_overrides, strict=True):
+        settings = dict(before)
         if "state_dtype" in before and "state_dtype" in now:
-            rule["state_dtype"] = loaded_state_dtype(before["state_dtype"], now["state_dtype"])
-        rules.append([pattern, rule])
-    return {**loaded, "param_rules": rules}
+            settings["state_dtype"] = loaded_state_dtype(before["state_dtype"], now["state_dtype"])
+        overrides.append([pattern, settings])
+    return {**loaded, "param_rules": overrides}
 
 
 def _plain(value: Any) -> Any:

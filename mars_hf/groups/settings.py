@@ -23,8 +23,6 @@ ORTHOGONAL_TYPES = tuple(name for name, rule in UPDATE_RULES.items() if rule.ort
 ROLES = ("matrix", "vector", "adamw")
 # A name for mars-m as torch.optim.Muon computes it; see `expand`.
 MUON = "muon"
-
-
 _LARGEST_COEFFICIENT = 1000  # of Newton-Schulz, whose iteration overflows far above
 
 
@@ -410,7 +408,7 @@ def _shortened(text: str) -> str:
 
 
 def check_values(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings as plain types; keys that are none stay as they are.
+    """Return settings as plain types; keys that are no settings stay as they are.
 
     Raises:
         ValueError: a value that MARS cannot use, or an unknown name in an override of `param_rules`.
@@ -445,8 +443,9 @@ def check_decoupled_decay(settings: Mapping[str, Any]) -> None:
 
 
 def loaded_state_dtype(saved: Any, own: Any) -> Any:
-    """Return the `state_dtype` of a group that takes a saved one's states: between 8 bits and others its own stays."""
-    return own if (saved == eight_bits.NAME) != (own == eight_bits.NAME) else saved
+    """Return the `state_dtype` that a group has after loading: the saved one, or its own if one of them is 8 bits."""
+    is_converted = (saved == eight_bits.NAME) != (own == eight_bits.NAME)
+    return own if is_converted else saved
 
 
 def check_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:

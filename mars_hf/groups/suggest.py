@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from mars_hf.arithmetic.update_rules import UPDATE_RULES, first_moment_rms
-from mars_hf.groups.settings import DEFAULTS, MARS_TYPES, MUON, Override, check_values, expand, shown
+from mars_hf.groups.settings import DEFAULTS, MARS_TYPES, MUON, PAIR_KEYS, Override, check_values, expand, shown
 
 _ADAMW_BETA1 = 0.9
 # Beyond it, or one over it, a factor of AdamW's rate is none that anybody means.
@@ -116,6 +116,7 @@ def _with_stated_rate(override: Override, arguments: Mapping[str, Any], factor: 
     return override
 
 
+_WORD_COLUMNS = 2  # of the table, before those of numbers
 # AdamW's usual rates, by what is trained.
 USUAL_RATES = {"from scratch": 3e-4, "all weights of a pretrained model": 2e-5, "LoRA adapters": 2e-4}
 
@@ -123,7 +124,7 @@ USUAL_RATES = {"from scratch": 3e-4, "all weights of a pretrained model": 2e-5, 
 def table() -> str:
     """Return, as a table in Markdown, AdamW's usual rates and what becomes of them, by rule and betas."""
     header, *rows = _cells()
-    lines = [header, ["---"] * _WORDS + ["---:"] * (len(header) - _WORDS), *rows]
+    lines = [header, ["---"] * _WORD_COLUMNS + ["---:"] * (len(header) - _WORD_COLUMNS), *rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
@@ -137,13 +138,10 @@ def aligned_table() -> str:
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []
     for row in cells:
-        words = map(str.ljust, row[:_WORDS], widths)
-        numbers = map(str.rjust, row[_WORDS:], widths[_WORDS:])
+        words = map(str.ljust, row[:_WORD_COLUMNS], widths)
+        numbers = map(str.rjust, row[_WORD_COLUMNS:], widths[_WORD_COLUMNS:])
         lines.append("  ".join([*words, *numbers]).rstrip())
     return "\n".join(lines)
-
-
-_WORDS = 2  # columns of words, before those of numbers
 
 
 def _cells() -> list[list[str]]:
@@ -273,8 +271,9 @@ def _forms(settings: dict[str, Any]) -> str:
     keywords = ", ".join(f"{name}={text}" for name, text in texts.items() if name != "mars_type")
     call = f'mars_hf.create(model, mars_type="{rule}", {keywords})'
     arguments = [f"{name}={text}" for name, text in texts.items() if name == "lr_1d"]
-    for name in texts.keys() & {"betas", "betas_1d"}:
-        arguments += [f"{name.replace('s', str(i))}={_beta(beta)}" for i, beta in enumerate(settings[name], 1)]
+    for half, (pair, index) in PAIR_KEYS.items():
+        if pair in texts:
+            arguments.append(f"{half}={_beta(settings[pair][index])}")
     optim = "mars_muon" if rule == MUON else rule.replace("-", "_")  # transformers may have a muon of its own
     return f"""{rule}
   --optim {optim} --learning_rate {lr} --weight_decay {decay} \\

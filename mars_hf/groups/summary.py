@@ -128,9 +128,10 @@ def _split_of(group: Mapping[str, Any]) -> str:
 
 
 def _coded_of(group: Mapping[str, Any]) -> str:
-    """Return how many tensors have moments in 8 bits, of how many, and their share of the elements; "" for none asked.
+    """Return how many tensors of a group have moments in 8 bits, and their share of the elements.
 
-    Engines decide with: flat tensors of ZeRO have all of their parameters in 8 bits, and shards that cut blocks none.
+    It is "" for a group that does not ask for 8 bits. Flat tensors of ZeRO have all of their parameters in 8 bits, and
+    shards that cut blocks none.
     """
     if group["state_dtype"] != eight_bits.NAME:
         return ""

@@ -386,7 +386,7 @@ def _make_list(
         tensors.steps.append(entry.state["step"])
         tensors.indices.append(_param_index(entry, shard))
         tensors.offsets.append(0 if shard is None else shard.slice.offset)
-        tensors.fractions.append(1.0 if shard is None else shard.numel / shard.whole)
+        tensors.fractions.append(1.0 if shard is None else shard.numel / shard.whole_numel)
     if rule.orthogonalizes:
         tensors.row_avg_sq = [member.rows for member in members]
         tensors.units = [_units_in(param, member.shard, group) for param, member in zip(params, members, strict=True)]

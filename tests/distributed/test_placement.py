@@ -169,7 +169,7 @@ def test_parts_on_a_mesh(place, shape, mesh):
         for shard in held.spec.shards:
             part = shard.slice.of(whole)
             assert torch.equal(part.reshape(shard.slice.shape(whole.shape)), held.local)
-            assert (shard.numel, shard.whole) == (held.local.numel(), whole.numel())
+            assert (shard.numel, shard.whole_numel) == (held.local.numel(), whole.numel())
         # Together the group's ranks hold each element once.
         parts = [shard.slice for other in held.group for shard in ranks[other].spec.shards]
         covered = torch.zeros(shape)
@@ -252,7 +252,7 @@ def test_group_that_other_ranks_would_have_to_help_with(monkeypatch):
         mesh = make_mesh(2, 2, 2)
         mesh = mesh[mesh.mesh_dim_names[1:]]
         monkeypatch.setattr(dist, "group", SimpleNamespace(WORLD=SimpleNamespace(bound_device_id=torch.device("cpu"))))
-        shards._made.clear()
+        shards._made_groups.clear()
         with pytest.raises(RuntimeError, match=r"4 of 8 ranks.*init_process_group got a device_id.*Remove device_id"):
             shards._group_over(mesh, (0, 1))
 
