@@ -14,6 +14,7 @@ Results go to benchmarks/results/memory_DEVICE.json, and a picture beside them.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import tempfile
 from collections.abc import Callable, Mapping
@@ -150,7 +151,7 @@ def report(written: Mapping[str, Any], picture: Path) -> None:
         for loop, row in loops.items()
         if loop == "plain loop" or abs(row["peak"] - loops["plain loop"]["peak"]) > 0.05 * numel
     }
-    figure, axes = plt.subplots(figsize=(6.4, 0.3 * len(drawn) + 0.9), layout="constrained")
+    figure, axes = plt.subplots(figsize=(6.4, 0.3 * len(drawn) + 1.2), layout="constrained")
     axes.tick_params(labelsize=8)
     for index, (part, color) in enumerate(COLORS.items()):
         bars = axes.barh(
@@ -161,12 +162,15 @@ def report(written: Mapping[str, Any], picture: Path) -> None:
             label=part,
         )
     axes.bar_label(bars, [f"{row['peak'] / numel:.1f}" for row in drawn.values()], padding=3, fontsize=8)
+    figure.suptitle(
+        f"Peak memory of a training step: GPT-2, {numel / 1e6:.1f}M parameters, {written['device']}", fontsize=10
+    )
     axes.set(
-        xlabel="peak of a training step (bytes a parameter)",
+        xlabel="bytes a parameter, lower is better",
         xlim=(0, 1.1 * max(row["peak"] for row in drawn.values()) / numel),
         ylim=(len(drawn) - 0.4, -0.6),
     )
-    figure.legend(ncols=len(COLORS), loc="outside upper center", frameon=False, fontsize=8, columnspacing=1)
+    figure.legend(ncols=len(COLORS), loc="outside lower center", frameon=False, fontsize=8, columnspacing=1)
     figure.savefig(picture, dpi=160)
 
 
@@ -179,9 +183,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--forms", default="", help="regular expression of names; left out: all. SGD counts parameters")
     parser.add_argument("--resume", action="store_true", help="keep what the output has of this device")
     parser.add_argument("--output", type=Path, help="JSON; left out: benchmarks/results/memory_DEVICE.json")
+    parser.add_argument("--report", action="store_true", help="measure nothing: table and picture of what is there")
     options = parser.parse_args(argv)
     name = interleave.device_name(options.device)
     output = options.output or RESULTS / f"memory_{interleave.slug(name)}.json"
+    if options.report:
+        report(json.loads(output.read_text()), output.with_suffix(".png"))
+        return
     written: dict[str, Any] = {
         "machine": interleave.describe_machine(),
         "device": name,

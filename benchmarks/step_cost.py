@@ -467,32 +467,54 @@ def draw(written: Mapping[str, Any], path: Path) -> None:
     sizes = written["sizes"]
     panels: dict[str, list[str]] = {}
     for name, row in _all_rows(sizes).items():
-        unclipped = "elementwise (1: AdamW)" if "of_copy" in row else "orthogonalizing (1: AdamW)"
+        unclipped = "elementwise rules" if "of_copy" in row else "rules that orthogonalize"
         panels.setdefault("clipping (1: clipping AdamW)" if row["clips"] else unclipped, []).append(name)
     panels = {text: names for text, names in panels.items() if {*names} - {ADAMW, CLIPPED_ADAMW}} or panels
     heights = [len(names) + 0.5 for names in panels.values()]
-    figure, grid = plt.subplots(
-        nrows=len(panels),
-        ncols=len(sizes),
-        figsize=(2.2 + 2.2 * len(sizes), 0.7 + 0.45 * len(panels) + 0.24 * sum(heights)),
+    figure, grid = _grid(heights, len(sizes))
+    for column, result in zip(grid.T, sizes.values(), strict=True):
+        model = f"GPT-2, {result['parameters'] / 1e6:.1f}M parameters"
+        for axes, (text, names) in zip(column, panels.items(), strict=True):
+            _bars(axes, names, result["contenders"], "against_clipped_adamw" if "clip" in text else "against_adamw")
+            quartiles = [max(line.get_xdata()) for line in axes.lines]
+            _scale(axes, [*(bar.get_width() for bar in axes.patches), *quartiles])
+        column[0].set_title(model, fontsize=9, pad=18)
+    for axes, text in zip(grid[:, 0], panels, strict=True):
+        axes.annotate(text, (0, 1), xycoords="axes fraction", xytext=(-4, 3), textcoords="offset points", fontsize=8)
+    device = ", ".join(filter(None, [written["device"], written["machine"].get("instructions")]))
+    figure.suptitle(f"Time of the optimizer's step on {device}", fontsize=10)
+    figure.supxlabel(
+        "times AdamW's time, lower is better; grey lines: from the first to the third quartile", fontsize=8
+    )
+    figure.savefig(path, dpi=160)
+    plt.close(figure)
+
+
+def _grid(heights: Sequence[float], columns: int) -> tuple[Any, Any]:
+    """Return a figure, and its axes by panel and size; of a single panel, sizes are below each other."""
+    if len(heights) == 1:
+        figure, grid = plt.subplots(
+            nrows=columns,
+            figsize=(6.4, 0.9 + columns * (0.6 + 0.24 * sum(heights))),
+            squeeze=False,
+            layout="constrained",
+        )
+        return figure, grid.T
+    return plt.subplots(
+        nrows=len(heights),
+        ncols=columns,
+        figsize=(2.2 + 2.2 * columns, 0.9 + 0.4 * len(heights) + 0.24 * sum(heights)),
         height_ratios=heights,
         sharey="row",
         squeeze=False,
         layout="constrained",
     )
-    for column, (size, result) in zip(grid.T, sizes.items(), strict=True):
-        for axes, (text, names) in zip(column, panels.items(), strict=True):
-            _bars(axes, names, result["contenders"], "against_clipped_adamw" if "clip" in text else "against_adamw")
-            quartiles = [max(line.get_xdata()) for line in axes.lines]
-            _scale(axes, [*(bar.get_width() for bar in axes.patches), *quartiles])
-        column[0].set_title(f"GPT-2 {size}, {result['parameters'] / 1e6:.1f}M", fontsize=9, pad=18)
-        column[-1].set_xlabel("time of a step (times AdamW's)", fontsize=8)
-    for axes, text in zip(grid[:, 0], panels, strict=True):
-        axes.annotate(text, (0, 1), xycoords="axes fraction", xytext=(-4, 3), textcoords="offset points", fontsize=8)
-    device = ", ".join(filter(None, [written["device"], written["machine"].get("instructions")]))
-    figure.suptitle(f"Step of the optimizer on {device}", fontsize=10)
-    figure.savefig(path, dpi=160)
-    plt.close(figure)
+
+
+def _label(name: str) -> str:
+    """Return what a picture calls a contender: the rule, in the form that `create` makes without settings."""
+    forms = {"mars-m": "mars-m, split_fused=none", "mars-m, split c_attn": "mars-m"}
+    return forms.get(name, re.sub(r"^Mars\b", "mars-adamw", name))
 
 
 def _all_rows(sizes: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -510,7 +532,7 @@ def _bars(axes: Any, names: Sequence[str], rows: Mapping[str, Any], key: str) ->
                 max(value, high), place, f" {value:.{2 if value < 10 else 1}f}x", va="center", fontsize=8, bbox=box
             )
     axes.axvline(1.0, color="black", linewidth=1)
-    axes.set_yticks(range(len(names)), names)
+    axes.set_yticks(range(len(names)), [_label(name) for name in names])
     axes.tick_params(labelsize=8)
     axes.set(ylim=(len(names) - 0.4, -0.6), axisbelow=True)
     axes.grid(axis="x", alpha=0.3)
@@ -519,12 +541,13 @@ def _bars(axes: Any, names: Sequence[str], rows: Mapping[str, Any], key: str) ->
 
 def _scale(axes: Any, values: Sequence[float]) -> None:
     """Scale an axis linearly from zero, or logarithmically if a linear one would hide the shortest bars."""
-    if max(values) > 20 * min(values):
+    if max(values) > 30 * min(values):
         axes.set_xscale("log")
         axes.set_xlim(min(0.5, 0.8 * min(values)), 4 * max(values))
         ticks = [tick for tick in (1, 10, 100, 1000) if tick <= 4 * max(values)]
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
         axes.minorticks_off()
+        axes.set_xlabel("log scale", fontsize=8)
     else:
         axes.set_xlim(0, 1.25 * max(values))
 

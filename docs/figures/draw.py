@@ -31,7 +31,9 @@ sys.path.append(str(ROOT / "benchmarks"))
 import published  # noqa: E402 (needs the line above)
 from published import by_contender, further_runs, runs  # noqa: E402
 
-from mars_hf.compare import picture  # noqa: E402
+from mars_hf.compare import differences, picture  # noqa: E402
+from mars_hf.compare.differences import FinishedRun  # noqa: E402
+from mars_hf.compare.metric import Metric  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 NAMES = {"adamw": "AdamW", "nadamw": "NAdamW", "mars_adamw": "MARS-AdamW", "muon": "Muon", "mars_m": "MARS-M"}
@@ -122,10 +124,10 @@ def draw_betas() -> Figure:
     axes.set_xscale("function", functions=(lambda beta: -np.log1p(-beta), lambda place: -np.expm1(-place)))
     axes.set_xticks(places, [f"{beta1:g}" for beta1 in places])
     axes.minorticks_off()
-    axes.set(xlabel="beta1", ylabel="final held-out loss (nats per token), lower is better")
-    axes.set_title("GPT-2 of 1.3M parameters after 500 steps; lines: means of seeds, dots: seeds", fontsize="medium")
+    axes.set(xlabel="beta1", ylabel="held-out loss, nats per token\n(lower is better)")
+    axes.set_title("Final loss over beta1: GPT-2, 1.3M parameters, 500 steps, Python sources", fontsize="medium")
     axes.grid(alpha=0.3)
-    figure.legend(loc="outside lower center", ncols=2)
+    figure.legend(loc="outside lower center", ncols=2, title="lines: means of seeds; dots: seeds")
     return figure
 
 
@@ -150,6 +152,23 @@ def draw_finetuning() -> Figure:
     panels[1].legend()
     figure.suptitle("SmolLM2-135M on the King James Bible, 60 steps of 512 tokens, one seed", fontsize="medium")
     return figure
+
+
+def draw_compare() -> Figure:
+    """Show what `python -m mars_hf compare` draws for the example of its page."""
+    result = published.read("compare_minimal")
+    members = [FinishedRun(**{**run, "curve": tuple(map(tuple, run["curve"]))}) for run in result["runs"]]
+    searched = {arm: {row["rate"]: row["values"] for row in rows} for arm, rows in result["search"].items()}
+    baseline, *others = result["arms"]
+    return picture.figure_of(
+        f"{' and '.join(others)} against {baseline} on pretrain_minimal.py: 0.1M parameters, 100 steps, 3 seeds",
+        searched,
+        {run.arm: run.rate for run in members},
+        members,
+        differences.differences(members, baseline),
+        Metric(**result["metric"]),
+        baseline,
+    )
 
 
 def weights_of_past_gradients(beta1: float, gamma: float, length: int) -> np.ndarray:
@@ -248,13 +267,14 @@ def draw_lag_and_noise() -> Figure:
         if exact:
             left.plot(gammas, [error.lag for error in errors], **{**style, "label": "both forms"})
         right.plot(gammas, [error.noise for error in errors], **style)
-    left.set(title="lag: error of\nthe expected moment")
-    right.set(title="noise:\nspread around it")
+    left.set_title("lag: error of\nthe expected moment", fontsize="medium")
+    right.set_title("noise:\nspread around it", fontsize="medium")
     for axes in (left, right):
         axes.set(xlabel="gamma", ylabel="share of the true gradient's norm,\nlower is better", ylim=(0, None))
         axes.axvline(GAMMA, color=GREY, linewidth=0.8, linestyle=":", label=f"default, {GAMMA}")
         axes.grid(alpha=0.3)
         axes.legend()
+    figure.suptitle("What the correction does to the first moment: noisy least squares, beta1 0.95", fontsize="medium")
     return figure
 
 
@@ -270,6 +290,7 @@ def draw_step() -> Figure:
     figure, axes = plt.subplots(figsize=(6.4, 5.4), layout="constrained")
     axes.set(xlim=(0, 6.4), ylim=(5.1, -0.3))
     axes.axis("off")
+    axes.set_title("One step of Mars", fontsize="large")
     for x, heading in ((0.8, "reads"), (5.6, "makes")):
         axes.text(x, -0.15, heading, color=GREY, ha="center", va="center", fontsize=11)
     for index, (verb, question, reads, makes) in enumerate(verbs):
@@ -303,6 +324,7 @@ FIGURES = {
     "betas.png": draw_betas,
     "controls.png": draw_controls,
     "finetuning.png": draw_finetuning,
+    "compare.png": draw_compare,
     "weights_of_past_gradients.png": draw_weights,
     "lag_and_noise.png": draw_lag_and_noise,
     "step.png": draw_step,

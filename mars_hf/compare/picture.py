@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,10 +62,22 @@ def draw(
     metric: Metric,
     baseline: str,
 ) -> None:
-    """Draw both, side by side.
+    """Draw both into a file; see `figure_of`."""
+    figure_of(title, searched, best_rates, runs, gaps, metric, baseline).savefig(path, dpi=160)
+
+
+def figure_of(
+    title: str,
+    searched: Searched,
+    best_rates: Mapping[str, float],
+    runs: Sequence[FinishedRun],
+    gaps: Sequence[Difference],
+    metric: Metric,
+    baseline: str,
+) -> Figure:
+    """Return both, one below the other, so that a phone's width shows them: the search, if any, and the differences.
 
     Args:
-        path: of the picture.
         title: of the whole.
         searched: runs of the search.
         best_rates: of each arm whose search has ended.
@@ -73,17 +86,16 @@ def draw(
         metric: what is compared.
         baseline: the arm that others are compared with.
     """
-    figure = Figure(figsize=(11, 4.4), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    figure.suptitle(title, fontsize=11)
+    shown = [gap for gap in gaps if gap.against == baseline]
+    heights = [3.6] * bool(searched) + [1.5 + 0.5 * len(shown)]
+    figure = Figure(figsize=(6.4, 0.4 + sum(heights)), layout="constrained")
+    *upper, lower = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+    figure.suptitle(textwrap.fill(title, 68), fontsize="medium")
     chosen = colors(list(dict.fromkeys([*searched, *by_arm(runs)])))
-    if searched:
-        _draw_search(left, searched, best_rates, metric, chosen)
-    else:
-        left.text(0.5, 0.5, "rates were not searched", ha="center")
-        left.set_axis_off()
-    _draw_differences(right, runs, [gap for gap in gaps if gap.against == baseline], metric, baseline, chosen)
-    figure.savefig(path, dpi=110)
+    for axes in upper:
+        _draw_search(axes, searched, best_rates, metric, chosen)
+    _draw_differences(lower, runs, shown, metric, baseline, chosen)
+    return figure
 
 
 def _draw_search(
@@ -105,8 +117,8 @@ def _draw_search(
     axes.xaxis.set_minor_formatter(NullFormatter())
     good = "higher" if metric.greater_is_better else "lower"
     axes.set(xlabel="learning rate (ring: the best, x: diverged)", ylabel=f"{metric.shown_name}, {good} is better")
-    axes.set_title("search of the rate", fontsize=10)
-    axes.legend(fontsize=9)
+    axes.set_title("search of the rate: the mean of its seeds", fontsize="medium")
+    axes.legend()
 
 
 def _apart(rates: Sequence[float]) -> list[float]:
@@ -138,7 +150,9 @@ def _draw_differences(
     axes.set_yticks(range(len(gaps)), [_label(gap) for gap in reversed(gaps)])
     axes.set_ylim(-0.6, max(0.6, len(gaps) - 0.4))
     axes.set_xlabel(f"{metric.shown_name} less {baseline}'s (bars: 95 %, dots: seeds)")
-    axes.set_title(f"at the best rates: left of the line is {'worse' if metric.sign < 0 else 'better'}", fontsize=10)
+    axes.set_title(
+        f"at the best rates: left of the line is {'worse' if metric.sign < 0 else 'better'}", fontsize="medium"
+    )
 
 
 def _label(gap: Difference) -> str:

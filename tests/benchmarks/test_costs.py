@@ -24,6 +24,8 @@ import step_cost
 import torch
 import train_cost
 import update_rms
+from matplotlib.figure import Figure
+from matplotlib.text import Text
 from torch.utils.flop_counter import FlopCounterMode
 from train_cost import ADAMW, EXACT, MARS, Block
 
@@ -215,6 +217,36 @@ def test_memory_benchmark(tmp_path, monkeypatch, capsys):
         assert mars["peak"] > mars["held"] + mars["gradients"] == mars["held"] + 4 * numel
     assert "| mars-adamw, exact, Trainer " in capsys.readouterr().out
     assert output.with_suffix(".png").stat().st_size > 10_000
+
+
+# --- pictures --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("script", "name", "title"),
+    [
+        (step_cost, "step_cost_h100", "Time of the optimizer's step on NVIDIA H100 80GB HBM3"),
+        (
+            step_cost,
+            "orthogonalized_avx2_intel_xeon",
+            "Time of the optimizer's step on Intel(R) Xeon(R) Processor, AVX2",
+        ),
+        (memory, "memory_h100", "Peak memory of a training step: GPT-2, 27.8M parameters, NVIDIA H100 80GB HBM3"),
+    ],
+)
+def test_pictures_state_machine_model_and_direction(script, name, title, monkeypatch, capsys):
+    """Drawn from published results; an optimizer has its name, and mars-m is the form that `create` makes."""
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    script.main(["--report", "--device", "cpu", "--output", str(script.RESULTS / f"{name}.json")])
+    (figure,) = drawn
+    figure.canvas.draw()
+    texts = [text.get_text() for text in figure.findobj(Text)]
+    assert figure.get_suptitle().startswith(title)
+    assert any("lower is better" in text for text in texts) and any("M parameters" in text for text in texts)
+    assert not [text for text in texts if text.startswith("Mars")] and "Mars" not in capsys.readouterr().err
+    if name == "step_cost_h100":
+        assert {"mars-adamw", "mars-m", "mars-m, split_fused=none"} <= set(texts) and "6.24x" in " ".join(texts)
 
 
 # --- update_rms.py ---------------------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ import pytest
 import torch
 import update_rms as measuring
 import yaml
+from matplotlib.text import Text
 from pages import PAGES, ROOT, blocks, commands
 from PIL import Image
 from torch.utils.flop_counter import FlopCounterMode
@@ -536,9 +537,29 @@ def test_figures_are_drawn_from_results(tmp_path):
     for name in drawn:
         with Image.open(tmp_path / name) as new, Image.open(ROOT / "docs" / "images" / name) as kept:
             assert new.size == kept.size
+
+
+def test_every_picture_is_on_a_page():
     pages = "\n".join(path.read_text(encoding="utf-8") for path in PAGES.values())
-    for picture in (ROOT / "docs" / "images").glob("*.png"):
-        assert f"images/{picture.name}" in pages, f"{picture.name} is on no page"
+    pictures = [*(ROOT / "docs" / "images").glob("*.png"), *(ROOT / "benchmarks" / "results").glob("*.png")]
+    assert len(pictures) > 10
+    assert [path.name for path in pictures if not re.search(rf"!\[.+\]\(\S*/{path.name}\)", pages)] == []
+
+
+@pytest.mark.slow
+def test_figures_have_titles_and_say_which_way_is_good():
+    """Every figure has a title; those of losses, errors and metrics say that lower is better."""
+    spec = importlib.util.spec_from_file_location("draw_figures", ROOT / "docs" / "figures" / "draw.py")
+    draw = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(draw)
+    for name, make in draw.FIGURES.items():
+        figure = make()
+        assert figure.get_suptitle() or any(axes.get_title() for axes in figure.axes), name
+        texts = " ".join(text.get_text() for text in figure.findobj(Text)).replace("\n", " ")
+        assert "lower is better" in texts or name in ("weights_of_past_gradients.png", "step.png"), name
+        figure.draw_without_rendering()  # all that is drawn lies inside, titles too
+        inside, tight = figure.bbox, figure.get_tightbbox().transformed(figure.dpi_scale_trans)
+        assert inside.x0 - 1 <= tight.x0 and tight.x1 <= inside.x1 + 1, name
 
 
 def test_readme_length():
