@@ -54,6 +54,7 @@ class Arguments:
     general_dataset_name: str | None = field(default=None, metadata={"help": "Text to evaluate on at the end, too."})
     block_size: int | None = field(default=None, metadata={"help": "Left out: the model's context."})
     max_eval_blocks: int = 256
+    dtype: str = field(default="float32", metadata={"help": "Of the model's weights; adapters are in float32."})
     use_peft: bool = False
     lora_r: int = 8
     lora_alpha: int = 16
@@ -67,7 +68,7 @@ def main(argv: list[str] | None = None) -> None:
     args, training = parser.parse_args_into_dataclasses(argv)
     set_seed(training.seed)
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path, trust_remote_code=False)
-    model: Any = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype="float32", trust_remote_code=False)
+    model: Any = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=args.dtype, trust_remote_code=False)
     size = args.block_size or model.config.max_position_embeddings
     if args.use_peft:
         settings: dict[str, Any] = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}

@@ -76,7 +76,7 @@ def shown(gap: Difference, *, have_own_rates: bool = True) -> str:
 
 # Of larger models, how much of the rates of the controls they have; results of the other plans hold theirs.
 SHARES = {"gpu": 1 / 2, "gpu-98m": 1 / 4}
-FINETUNED = ("finetuning", "smollm2")
+FINETUNED = ("finetuning", "smollm2", "smollm2-long")
 PLANS = sorted(path.stem for path in published.PLANS.glob("*.yaml"))
 
 
