@@ -68,7 +68,9 @@ def main(argv: list[str] | None = None) -> None:
     args, training = parser.parse_args_into_dataclasses(argv)
     set_seed(training.seed)
     tokenizer = AutoTokenizer.from_pretrained(args.model_name_or_path, trust_remote_code=False)
-    model: Any = AutoModelForCausalLM.from_pretrained(args.model_name_or_path, dtype=args.dtype, trust_remote_code=False)
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        args.model_name_or_path, dtype=args.dtype, trust_remote_code=False
+    )
     size = args.block_size or model.config.max_position_embeddings
     if args.use_peft:
         settings: dict[str, Any] = {"target_modules": "all-linear", "task_type": "CAUSAL_LM"}
