@@ -130,7 +130,7 @@ def _require_mars(watch: StepWatch, script: str, arguments: list[str]) -> None:
     if problem is not None:
         sys.exit(f"python -m mars_hf run: {problem}" if log.is_first_rank() else 1)
     asks_for_help = "-h" in arguments or "--help" in arguments
-    if not watch.mars_steps and not asks_for_help:
+    if not watch.mars_has_stepped and not asks_for_help:
         log.warning(
             f"{script} has ended, and MARS has trained nothing in this process. If the script trains in processes that "
             "it starts itself, start those with accelerate launch -m mars_hf run"

@@ -130,7 +130,7 @@ def make(
         _check_options(arguments)
         params: Any = model_or_params
         mars = Mars(params, process_group=process_group, **hyperparameters)
-    mars.created_with = {**expanded, **arguments}
+    mars.created_with = {**expanded, **arguments}  # "muon" by its name, with the defaults that it stands for
     if release_gradients:
         _check_release(mars)
         mars._release = GradientRelease(mars, mars._step)

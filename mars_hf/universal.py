@@ -36,7 +36,7 @@ _REMEDY = "convert the checkpoint with python -m mars_hf to_universal INPUT_FOLD
 _MODEL_FILE_OF_ZERO3 = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 _MODEL_FILE_OF_ZERO12 = "mp_rank_00_model_states.pt"
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<model_rank>\d+)_optim_states\.pt")
-# Settings that a loaded checkpoint brings, and no schedule, loop or machine.
+# Settings that come from a loaded checkpoint; the schedule, the loop, the machine and the model decide the others.
 _LOADED = tuple(name for name in settings.GROUP_KEYS if name not in ("lr", "max_grad_norm", "fused", "layout"))
 _COMMON_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")  # of all ranks alike
 
@@ -299,9 +299,7 @@ def _read_zero(folder: Path) -> tuple[list[Rank], dict[str, Any], dict[str, torc
 
 
 def _require_one_checkpoint(folder: Path, ranks: list[Rank]) -> None:
-    """Raise ValueError if the files are not of one checkpoint: of several steps, or one rank's file twice."""
-    remedy = "the folder mixes files of several checkpoints; take another one"
-    by_beginning: dict[bytes, int] = {}
+    """Raise ValueError if the files of ranks are of several steps."""
     for number, rank in enumerate(ranks):
         for index, (first, state) in enumerate(zip(ranks[0].states, rank.states, strict=True)):
             if "step" not in first or "step" not in state:
@@ -310,25 +308,8 @@ def _require_one_checkpoint(folder: Path, ranks: list[Rank]) -> None:
             if steps[0] != steps[1]:
                 raise ValueError(
                     f"{folder}: param group {index} of rank 0 is of step {steps[0]}, that of rank {number} of step "
-                    f"{steps[1]}; {remedy}"
+                    f"{steps[1]}; the folder mixes files of several checkpoints; take another one"
                 )
-        other = by_beginning.setdefault(_beginning(rank), number)
-        if other != number and _are_same(ranks[other], rank):
-            raise ValueError(f"{folder}: the files of ranks {other} and {number} hold the same partition; {remedy}")
-
-
-def _beginning(rank: Rank) -> bytes:
-    """Return the first elements of a rank's weights, which tell ranks apart without reading all."""
-    return b"".join(flat[:1024].contiguous().view(torch.uint8).numpy().tobytes() for flat in rank.weights)
-
-
-def _are_same(one: Rank, other: Rank) -> bool:
-    """Return whether two ranks hold the same weights, which several values tell from partitions of zeros or ones."""
-    flats = [*one.weights, *other.weights]
-    if not all(is_plain(flat) for flat in flats):  # refused later
-        return False
-    tell_apart = any(flat.numel() > 0 and bool((flat != flat[0]).any()) for flat in flats)
-    return tell_apart and all(map(torch.equal, one.weights, other.weights))
 
 
 def _optimizer_files(folder: Path) -> dict[int, Path]:

@@ -35,9 +35,9 @@ from mars_hf.kernels import joined
 # Compiling takes a second or two, once per machine. From this size on it pays off within a few hundred steps.
 COMPILED_FROM = 1_000_000
 NEEDS = "GPUs need Triton (pip install triton), CPUs a C++ compiler"
-# Of a check, each in another memory order than a contiguous one: more than a tile of the kernels, less than a block.
+# Of the tensors of a check, which are transposed: more elements than a tile of the kernels, and fewer than a block.
 _SHAPES = (torch.Size((89, 97)), torch.Size((5,)), torch.Size((7, 3, 13)))
-_JOINED = "parameters of 24 bits"
+_JOINED = "parameters of 24 bits"  # in a check: bfloat16 with 8 bits more
 Dtypes = tuple[tuple[str, torch.dtype], ...]  # of lists of tensors, by their names
 _failures: dict[torch.device, str] = {}  # why kernels no longer run
 
@@ -137,9 +137,10 @@ def choose_backend(
 
 
 def _plain_backend(device: torch.device, numel: int, *, dense: bool) -> Backend:
-    """Return the plain rules on whole lists, which saves calls, or on a CPU tensor by tensor if lists leave its cache.
+    """Return the plain rules: on whole lists, which saves calls, or tensor by tensor.
 
-    So are tensors that may share memory: a rule reads a whole list before it writes one tensor.
+    A CPU takes tensors one by one if lists leave its cache, or if tensors may share memory: on a list, a rule reads all
+    of them before it writes one.
     """
     on_lists = device.type != "cpu" or (dense and numel < COMPILED_FROM)
     return Backend("foreach" if on_lists else "for-loop", foreach=on_lists)
@@ -211,7 +212,7 @@ def compare_with_plain(
 def symmetric_products(group: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> ModuleType | None:
     """Return the kernels for symmetric products of Newton-Schulz in this dtype; None where PyTorch's are taken.
 
-    Those are as fast in 32 bits, and `fused=False` asks for them.
+    PyTorch's are as fast in 32 bits, and `fused=False` asks for them.
     """
     if group["fused"] is False or dtype.itemsize != 2:
         return None

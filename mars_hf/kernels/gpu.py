@@ -76,6 +76,7 @@ def sums(
 
     `products` and `corrected` are ignored: no row costs anything in a pass bound by memory. The scale is on the device.
     """
+    # In the order of a table; those left empty are the update's.
     lists = [gradients, tensors_of(last_grads), [], [], [], [], scales_of(last_grads)]
     count = len(gradients)
     last, last_scale = _triton_type(lists[1]), _triton_type(lists[-1])

@@ -34,12 +34,14 @@ def are_apart(tensors: Sequence[Tensor]) -> bool:
     return not (np.sort(ends)[:-1] > np.sort(starts)[1:]).any()
 
 
-def inspect_memory(rows: Sequence[Sequence[Tensor]], scales: Sequence[Sequence[Tensor]]) -> list[Memory]:
-    """Look closely at the memory of each parameter, its gradient and its states; a row holds them in this order.
+def inspect_memory(entries: Sequence[Sequence[Tensor]], scales: Sequence[Sequence[Tensor]]) -> list[Memory]:
+    """Look closely at the memory of all tensors of a step.
 
-    `scales` are those of its states in 8 bits.
+    If any of them share memory, kernels take none of their kind: that is rare, and right for all.
 
-    If any tensors share memory, none of their kind fits: that is rare, and right for all.
+    Args:
+        entries: for each parameter the parameter, its gradient and its states, in this order.
+        scales: for each parameter the scales of its states in 8 bits.
 
     Raises:
         RuntimeError: a tensor that cannot be read or updated where it is.
@@ -47,7 +49,7 @@ def inspect_memory(rows: Sequence[Sequence[Tensor]], scales: Sequence[Sequence[T
     memories = []
     updated: list[Tensor] = []
     read: list[Tensor] = []
-    for (param, grad, *states), scales_of_param in zip(rows, scales, strict=True):
+    for (param, grad, *states), scales_of_param in zip(entries, scales, strict=True):
         _require_usable(param, grad, [*states, *scales_of_param])
         order = _order_of(param)
         fits = [_fits(tensor, order) for tensor in (param, *states)]

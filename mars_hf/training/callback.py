@@ -92,12 +92,12 @@ class LastGradientCallback(TrainerCallback):
             _share_work_of_ranks(self._mars)
             self.restore_weights(self.resumes_from)
         self.resumes_from = None
-        warnings = guard.follow_checkpoint(state, optimizer)
+        changed_settings = guard.follow_checkpoint(state, optimizer)
         if self._mars is None:
             return
-        line = guard.require_state_of(state, self._mars)
-        if line is not None:
-            log.warning(line)
+        missing_states = guard.require_state_of(state, self._mars)
+        if missing_states is not None:
+            log.warning(missing_states)
         if _saves_plain_states(self.trainer, self._mars):
             self._hooks = [self._mars.register_state_dict_post_hook(name_steps)]
         if self.trainer is not None:
@@ -105,8 +105,8 @@ class LastGradientCallback(TrainerCallback):
         if state.is_world_process_zero:
             asked_for = (self._mars.created_with or {}).get("mars_type")
             log.info(one_line_summary(self._mars.param_groups, self._model, asked_for))
-            for warning in warnings:
-                log.warning(warning)
+            if changed_settings is not None:
+                log.warning(changed_settings)
 
     def restore_weights(self, folder: str | None) -> None:
         """Load what Trainer has not loaded of a folder's weights; engines have formats of their own."""

@@ -32,7 +32,7 @@ class StepWatch:
     that of a discriminator, and is told once.
     """
 
-    mars_steps = False  # some Mars has taken a step
+    mars_has_stepped = False  # any Mars
 
     def __init__(self) -> None:
         """Watch nothing yet."""
@@ -45,7 +45,7 @@ class StepWatch:
     def of_process(cls) -> Iterator[StepWatch]:
         """Watch all optimizers of this process until the block ends."""
         watch = cls()
-        EXTENSIONS["torch"] = watch._note_made
+        EXTENSIONS["torch"] = watch._note_made  # at each Mars: torch is always imported
         _compat.OWN_HOOKS.append(watch)
         hook = register_optimizer_step_pre_hook(watch)
         try:
@@ -62,7 +62,7 @@ class StepWatch:
         """Raise RuntimeError if another optimizer would step, and no Mars has been made."""
         name = type(optimizer).__name__
         if isinstance(optimizer, Mars):
-            self.mars_steps = True
+            self.mars_has_stepped = True
         elif not self._mars_is_made:
             self._refused = self._refused or name
             raise RuntimeError(f"python -m mars_hf run: {self.problem()}")
@@ -78,7 +78,7 @@ class StepWatch:
                 "itself, out of reach of --optim. Make it with mars_hf.create(model, lr=...) in the script, or train "
                 "with transformers.Trainer and leave its optimizer to --optim"
             )
-        if self._others and not self.mars_steps:
+        if self._others and not self.mars_has_stepped:
             return (
                 f"{' and '.join(self._others)} trained, and the Mars that was made has taken no step: hand it to the "
                 "loop (accelerator.prepare(model, optimizer)), without an optimizer in DeepSpeed's JSON"
@@ -95,16 +95,16 @@ def unwrap_optimizer(optimizer: Any) -> Any:
 
 def require_mars(optimizer: Any, expected: Mars | None) -> Mars:
     """Return the Mars that will step; RuntimeError if it is another one, or not the expected Mars."""
-    steps = unwrap_optimizer(optimizer)
-    if isinstance(steps, Mars) and (expected is None or steps is expected):
-        return steps
-    if _is_of_another_import(steps):
+    inner = unwrap_optimizer(optimizer)
+    if isinstance(inner, Mars) and (expected is None or inner is expected):
+        return inner
+    if _is_of_another_import(inner):
         raise RuntimeError(
             "the optimizer that would step is a Mars of another import of mars_hf, which has been reloaded or removed "
             "from sys.modules; restart Python"
         )
-    name = "another Mars than the one given" if isinstance(steps, Mars) else f"{type(steps).__name__}, not Mars"
-    raise RuntimeError(f"the optimizer that would step is {name}; {_how_to_have_mars(steps, optimizer)}")
+    name = "another Mars than the one given" if isinstance(inner, Mars) else f"{type(inner).__name__}, not Mars"
+    raise RuntimeError(f"the optimizer that would step is {name}; {_how_to_have_mars(inner, optimizer)}")
 
 
 def _is_of_another_import(optimizer: Any) -> bool:
@@ -115,17 +115,18 @@ def _is_of_another_import(optimizer: Any) -> bool:
 
 def require_same(optimizer: Any, mars: Mars) -> None:
     """Raise RuntimeError if Trainer's optimizer has been replaced in training; its scheduler would go on as before."""
-    steps = unwrap_optimizer(optimizer)
-    if steps is not mars:
+    inner = unwrap_optimizer(optimizer)
+    if inner is not mars:
         raise RuntimeError(
-            f"the Trainer's optimizer has been replaced by {type(steps).__name__} in training, which neither its "
+            f"the Trainer's optimizer has been replaced by {type(inner).__name__} in training, which neither its "
             "scheduler nor its clipping follow; hand new parameters to optimizer.add_param_group, or end this run and "
             "train again"
         )
 
 
-def _how_to_have_mars(steps: Any, optimizer: Any) -> str:
-    if type(steps).__name__ == "DeepSpeedCPUAdam":
+def _how_to_have_mars(inner: Any, optimizer: Any) -> str:
+    """Return the remedy, by the optimizer that would step and the wrappers around it."""
+    if type(inner).__name__ == "DeepSpeedCPUAdam":
         return (
             'offload_optimizer replaced it; set "zero_force_ds_cpu_optimizer": false in a DeepSpeed JSON, as '
             "accelerate_configs/zero2_offload.yaml does"
@@ -139,15 +140,20 @@ def _how_to_have_mars(steps: Any, optimizer: Any) -> str:
     return (
         "pass Trainer(optimizers=(mars_hf.create(model, ...), None)), "
         "Trainer(optimizer_cls_and_kwargs=mars_hf.factory(...)), or mars_hf.register() and optim='mars_adamw'; "
-        f"MarsTrainer, with_mars(...) and python -m mars_hf run make MARS if nobody hands them a {type(steps).__name__}"
+        f"MarsTrainer, with_mars(...) and python -m mars_hf run make MARS if nobody hands them a {type(inner).__name__}"
     )
 
 
-def follow_checkpoint(state: TrainerState, optimizer: Any) -> list[str]:
-    """Take the settings of MARS's checkpoint, whose loading has put them into the groups, as those it was created with.
+def follow_checkpoint(state: TrainerState, optimizer: Any) -> str | None:
+    """Make the settings of a checkpoint, which its loading has put into the groups, the arguments of the optimizer.
 
-    They are kept in the Trainer's state for all checkpoints to come. Returns at most one line, about settings that win
-    over those given now; RuntimeError if another optimizer has loaded the checkpoint.
+    They are kept in the Trainer's state for all checkpoints to come.
+
+    Returns:
+        A line about settings of the checkpoint that win over those given now; None if there are none.
+
+    Raises:
+        RuntimeError: MARS saved the checkpoint, and another optimizer has loaded it.
     """
     states: Any = state.stateful_callbacks  # a dict, whatever its annotation says
     mars = unwrap_optimizer(optimizer)
@@ -155,7 +161,7 @@ def follow_checkpoint(state: TrainerState, optimizer: Any) -> list[str]:
     resumes = saved is not None and mars.state  # else the checkpoint held weights only
     if not isinstance(mars, Mars):
         if not resumes:
-            return []
+            return None
         raise RuntimeError(
             f"MARS saved the checkpoint of step {state.global_step}, and {type(mars).__name__} would resume it with "
             f"MARS's settings; resume with optim={saved['mars_type'].replace('-', '_')!r} (after mars_hf.register()) "
@@ -173,12 +179,12 @@ def follow_checkpoint(state: TrainerState, optimizer: Any) -> list[str]:
     if resumes:
         states[_MARK]["steps"] = saved.get("steps")
     if not changed:
-        return []
-    return [f"resuming with the checkpoint's {', '.join(changed)}; to change one, start a new run from the model"]
+        return None
+    return f"resuming with the checkpoint's {', '.join(changed)}; to change one, start a new run from the model"
 
 
 def require_state_of(state: TrainerState, mars: Mars) -> str | None:
-    """Compare the loaded states of a resumed run with the step of its checkpoint, and keep note for those to come.
+    """Compare the loaded states of a resumed run with the step of its checkpoint.
 
     Returns:
         A line about a run that goes on without the optimizer's states; None if it has them.
@@ -189,8 +195,8 @@ def require_state_of(state: TrainerState, mars: Mars) -> str | None:
     states: Any = state.stateful_callbacks
     saved = states[_MARK].get("steps")
     found = steps_of_first(mars)
-    resumes = state.global_step > 0
-    if not resumes:
+    is_resumed = state.global_step > 0
+    if not is_resumed:
         return None
     if found is None:
         return (

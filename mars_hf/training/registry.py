@@ -43,7 +43,7 @@ from mars_hf.training.callback import OPTIM_NAMES  # guards every Trainer made f
 # TrainingArguments' names of settings; MARS's defaults are in force where nobody has stated these.
 _ARGUMENTS = {"weight_decay": "weight_decay", "adam_beta1": "beta1", "adam_beta2": "beta2", "adam_epsilon": "eps"}
 # The Trainer whose `create_optimizer` runs.
-_MAKER: ContextVar[Trainer | None] = ContextVar("maker", default=None)
+_MAKING: ContextVar[Trainer | None] = ContextVar("maker", default=None)
 
 
 class MarsFactory:
@@ -238,7 +238,7 @@ def _from_groups(
         rate = options.get("lr_embeddings")
         of_loss = param_groups(loss, mars_type=mars_type, lr_embeddings=rate, is_addition=True)
     mars = make(split_by_model(groups, [*of_loss, *of_model]), others)
-    mars.created_with = {**expanded, **arguments}
+    mars.created_with = {**expanded, **arguments}  # "muon" by its name, with the defaults that it stands for
     mars._follow_model(model)
     return mars
 
@@ -301,11 +301,11 @@ def _handler(context: Any) -> tuple[MarsFactory, dict[str, Any]]:
 def _noting_maker(create_optimizer: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(create_optimizer)
     def note_and_create(self: Trainer, *args: Any, **kwargs: Any) -> Any:
-        token = _MAKER.set(self)
+        token = _MAKING.set(self)
         try:
             return create_optimizer(self, *args, **kwargs)
         finally:
-            _MAKER.reset(token)
+            _MAKING.reset(token)
 
     return note_and_create
 
@@ -315,7 +315,7 @@ _compat.replace_once(Trainer, "create_optimizer", _noting_maker)
 
 def _override_of_decay() -> Callable[[nn.Module], Iterable[str]] | None:
     """Return the method by which the user of a Trainer says what decays; None where it is transformers' own."""
-    trainer: Any = _MAKER.get()
+    trainer: Any = _MAKING.get()
     if trainer is None:
         return None
     method = trainer.get_decay_parameter_names

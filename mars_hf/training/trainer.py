@@ -58,7 +58,7 @@ class TrainerWithMars(_Base):
                     )
         self._is_training = False
         self._taken_over: Mars | None = None
-        self._settings_before: dict[str, Any] = {}  # its settings before
+        self._settings_before: dict[str, Any] = {}  # of the Mars that is taken over
         self._stale_pass = StalePass(self)
         self._mars_kwargs = mars_kwargs
         super().__init__(*args, **kwargs)

@@ -118,16 +118,6 @@ def test_adamw_rates_at_every_door(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "settings",
-    [{"gamma": 1e200}, {"gamma": 1e200, "second_moment": "gradient"}, {"betas": (1 - 2**-53, 0.9)}],
-    ids=str,
-)
-def test_adamw_rates_of_no_size(settings):
-    with pytest.raises(ValueError, match="adamw_rates=True: no rate of mars-adamw follows from AdamW's at gamma="):
-        mars_hf.create(matrices(), lr=1e-3, adamw_rates=True, **settings)
-
-
-@pytest.mark.parametrize(
     ("settings", "message"),
     [
         ({}, "adamw_rates=True: give AdamW's learning rate as lr"),
@@ -283,12 +273,6 @@ def test_settings_of_finetuning(capsys):
         ("--adamw-lr 1e-3 --adamw-weight-decay -1", "weight_decay=-1.0 is not valid"),
         ("--adamw-lr 1e-3 --width 0", "--adamw-lr and --width are numbers > 0"),
         ("--adamw-lr 1e-3 --width wide", "invalid int value: 'wide'"),
-        ("--adamw-lr 1e-3 --width " + 400 * "9", "... is no width of a model; give at most 1000000"),
-        ("--adamw-lr 1e-323", "--adamw-lr 9.88131e-324 is no learning rate"),
-        ("--adamw-lr 1e300", "--adamw-lr 1e+300 is no learning rate"),
-        ("--adamw-lr 1e-3 --adamw-betas 0.9999999999999999 0.9", "--adamw-betas 0.9999999999999999 is too near to 1"),
-        ("--adamw-lr 1e-3 --adamw-betas 0.9 0.9999999999999999", "--adamw-betas 0.9999999999999999 is too near to 1"),
-        ("--adamw-lr 1e-3 --adamw-weight-decay 1e308", "--adamw-weight-decay 1e+308 is no decay"),
         ("--adamw-lr 1e-3 --rule mars-shampoo", "depends on the width of the model; give --width"),
         ("--adamw-lr 1e-3 --rule adamw", "invalid choice: 'adamw'"),
     ],
