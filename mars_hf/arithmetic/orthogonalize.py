@@ -20,7 +20,7 @@ from mars_hf.arithmetic.update_rules import update_rule
 class NewtonSchulz(NamedTuple):
     """How one parameter's first moment becomes its direction; without a layout its shape decides."""
 
-    scale: Callable[[int, int], float]
+    update_scale: Callable[[int, int], float]
     layout: MatrixLayout | None
     coefficients: tuple[Any, ...]
     eps: float
@@ -32,11 +32,11 @@ class NewtonSchulz(NamedTuple):
 def newton_schulz_of(group: Mapping[str, Any], dtype: torch.dtype, products: Any = None) -> NewtonSchulz:
     """Return the settings for the parameters of a group, whose rule orthogonalizes."""
     rule = update_rule(group)
-    assert rule.scale is not None
+    assert rule.update_scale is not None
     layout = None if group["layout"] is None else MatrixLayout(**group["layout"])
     coefficients = coefficients_of(group["ns_coefficients"], group["ns_steps"])
     row_beta = group["normalize_rows"]
-    return NewtonSchulz(rule.scale, layout, coefficients, rule.norm_eps(group), dtype, row_beta, products)
+    return NewtonSchulz(rule.update_scale, layout, coefficients, rule.norm_eps(group), dtype, row_beta, products)
 
 
 def count_rows(group: Mapping[str, Any], shape: Sequence[int]) -> int:
@@ -116,7 +116,7 @@ def _write_direction(
     first_row = 0
     for view in views:
         matrix = next(orthogonal)
-        scale = setting.scale(*matrix.shape[-2:])
+        scale = setting.update_scale(*matrix.shape[-2:])
         if setting.row_beta is not None:
             rows = matrix.shape[:-1]
             of_rows = row_avg_sq[first_row : first_row + rows.numel()]

@@ -48,7 +48,7 @@ def sums(
     gradients: list[Tensor],
     last_grads: list[Tensor],
     *,
-    scale: Tensor | None = None,
+    grad_scale: Tensor | None = None,
     k: float = 0.0,
     products: bool = True,
     corrected: bool = True,
@@ -58,7 +58,7 @@ def sums(
     Args:
         gradients: any shapes, floating point, one device; not modified.
         last_grads: shapes of `gradients`; empty for a rule without last gradient.
-        scale: 0-d; g = scale * gradient; None means 1.
+        grad_scale: 0-d; g = grad_scale * gradient; None means 1.
         k: weight of the correction, c = g + k (g - last).
         products: whether the caller needs the first three rows; otherwise they may be zero.
         corrected: whether the caller needs the fourth row; otherwise it may be zero.
@@ -67,7 +67,7 @@ def sums(
         float64 (see `sum_dtype`), 4 rows, one column per tensor: <g, g>, <g, last>, <last, last>, <c, c>. The square
         of a float32 never overflows there.
     """
-    g, last, c = correct(gradients, last_grads, scale, k if corrected else None)
+    g, last, c = correct(gradients, last_grads, grad_scale, k if corrected else None)
     return sums_of(g, last, c, products=products, corrected=corrected)
 
 
@@ -120,10 +120,10 @@ class Options:
     eps: float  # added to the bias-corrected root of v
     weight_decay: float  # decoupled; the parameter shrinks by lr * weight_decay
     cautious: bool = False  # it shrinks where the update takes it toward zero only
-    k: float = 0.0  # these two: see `sums`
-    scale: Tensor | None = None
+    k: float = 0.0  # weight of the correction; for this and the next see `sums`
+    grad_scale: Tensor | None = None
     factors: Tensor | None = None  # multiply c, one per tensor; None means 1
-    nesterov: float = 0.0  # 0, or gamma for the form that needs no last gradient
+    blend: float = 0.0  # weight of c in m: gamma for the form that needs no last gradient, else 0
     second_moment: str = "corrected"  # averages c^2 in v; "gradient" averages g^2
     rounding: Rounding = NEAREST  # of parameters; "momentum" rounds to nearest
     # Compiled kernels alone: with bounds they find the factors, of tensors whose <g, g> is above theirs.
@@ -144,7 +144,7 @@ def update(
     `options.rounding` says. With g, last and c as in `sums`, and c multiplied by the tensor's factor::
 
         e = beta1 e + (1 - beta1) c                     kept in exp_avg
-        m = e + nesterov (c - e)
+        m = e + blend (c - e)
         adamw:  v = beta2 v + (1 - beta2) c^2
                 x = x (1 - lr weight_decay) - lr / (1 - beta1^t) m / (sqrt(v / (1 - beta2^t)) + eps)
         lion:   x = x (1 - lr weight_decay) - lr sign(m)     the sign is 0 where g is: what is left of m would move x
@@ -167,17 +167,17 @@ def update(
     is_double = any(tensor.dtype == torch.float64 for tensors in lists for tensor in tensors)
     dtype = torch.float64 if is_double else torch.float32
     last_grads = buffers.get("last_grad", [])
-    g, _, c = correct(gradients, last_grads, options.scale, options.k, dtype)
+    g, _, c = correct(gradients, last_grads, options.grad_scale, options.k, dtype)
     if options.factors is not None:
         # c̃_t = c_t / max(1, ‖c_t‖ / clip_threshold)    (Algorithm 2; see `clip_factors`)
         c = list(torch._foreach_mul(c, list(options.factors.to(dtype).unbind())))
     # Copies in the dtype of the arithmetic, or the tensors themselves.
     wide = {name: [value.to(dtype) for value in values] for name, values in buffers.items() if name != "last_grad"}
     e = wide["exp_avg"]
-    # m_t = β₁ m_{t-1} + (1 - β₁) c̃_t    (Algorithm 2; for nesterov > 0 this is e_t, the average of g_t)
+    # m_t = β₁ m_{t-1} + (1 - β₁) c̃_t    (Algorithm 2; for blend > 0 this is e_t, the average of g_t)
     torch._foreach_lerp_(e, c, 1 - options.beta1)
     # m_t = (1 - γ) e_t + γ g_t    (the same without clipping and last gradient; see `Mars`, State)
-    m = list(torch._foreach_lerp(e, c, options.nesterov)) if options.nesterov else e
+    m = list(torch._foreach_lerp(e, c, options.blend)) if options.blend else e
     if last_grads:
         torch._foreach_copy_(last_grads, g)
     s = g if options.second_moment == "gradient" else c  # v averages s²
@@ -393,7 +393,7 @@ def round_stochastically(values: Tensor, generator: torch.Generator) -> Tensor:
 def correct(
     gradients: list[Tensor],
     last_grads: list[Tensor],
-    scale: Tensor | None,
+    grad_scale: Tensor | None,
     k: float | None,
     dtype: torch.dtype | None = None,
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
@@ -402,8 +402,8 @@ def correct(
         is_double = torch.float64 in {tensor.dtype for tensor in (*gradients, *last_grads)}
         dtype = torch.float64 if is_double else torch.float32
     g, last = ([tensor.to(dtype) for tensor in tensors] for tensors in (gradients, last_grads))
-    if scale is not None:
-        g = list(torch._foreach_mul(g, scale.to(dtype)))
+    if grad_scale is not None:
+        g = list(torch._foreach_mul(g, grad_scale.to(dtype)))
     if not last or k is None:
         return g, last, g
     # c_t = g_t + k (g_t - last_t)    (Algorithm 2)

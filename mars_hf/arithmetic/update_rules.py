@@ -52,7 +52,7 @@ class UpdateRule:
     arithmetic: str  # the function of `rules.ARITHMETICS` that writes parameters, or first moments to orthogonalize
     corrects: bool = True  # the gradient is corrected by the last one, and clipped; False for AdamW alone
     # Factor of an orthogonalized (out, in) matrix; None: the rule does not orthogonalize.
-    scale: Callable[[int, int], float] | None = None
+    update_scale: Callable[[int, int], float] | None = None
     # What is added to the norm of a first moment to orthogonalize, from its group.
     norm_eps: Callable[[Mapping[str, Any]], float] = _eps_of_muon
     lr_1d_ratio: float = 0.5  # lr_1d / lr where lr_1d is None: that of every published configuration
@@ -62,7 +62,7 @@ class UpdateRule:
     @property
     def orthogonalizes(self) -> bool:
         """Return whether Newton-Schulz makes the direction of the first moment."""
-        return self.scale is not None
+        return self.update_scale is not None
 
     @property
     def buffers(self) -> Iterable[str]:
@@ -86,8 +86,8 @@ _TABLE = (
     ADAMW,
     MARS_ADAMW,
     UpdateRule(name="mars-lion", arithmetic="lion"),
-    UpdateRule(name="mars-shampoo", arithmetic="momentum", scale=shampoo_scale, norm_eps=_eps_of_bias_corrected),
-    UpdateRule(name="mars-m", arithmetic="momentum", scale=muon_scale, norm_eps=_eps_of_muon, lr_1d_ratio=1.0),
+    UpdateRule(name="mars-shampoo", arithmetic="momentum", update_scale=shampoo_scale, norm_eps=_eps_of_bias_corrected),
+    UpdateRule(name="mars-m", arithmetic="momentum", update_scale=muon_scale, norm_eps=_eps_of_muon, lr_1d_ratio=1.0),
 )
 UPDATE_RULES: Mapping[str, UpdateRule] = {rule.name: rule for rule in _TABLE}
 

@@ -165,16 +165,16 @@ def _rate(rate: float) -> str:
 def update_rms(rule: str, *, beta1: float, gamma: float, width: int | None = None) -> float:
     """Return the root mean square of a matrix's update for lr = 1, from independent gradients."""
     update_rule = UPDATE_RULES[rule]
-    if update_rule.scale is None:
+    if update_rule.update_scale is None:
         return update_rule.update_rms(beta1, gamma)
     if width is None and depends_on_width(rule):
         raise ValueError(f"{rule}'s update depends on the width of the model; give --width")
-    return _rms_of_block(update_rule.scale, width or 1)
+    return _rms_of_block(update_rule.update_scale, width or 1)
 
 
 def depends_on_width(rule: str) -> bool:
     """Return whether the size of a rule's update depends on the width of the model."""
-    scale = UPDATE_RULES[rule].scale
+    scale = UPDATE_RULES[rule].update_scale
     return scale is not None and not math.isclose(_rms_of_block(scale, 1), _rms_of_block(scale, 2))
 
 

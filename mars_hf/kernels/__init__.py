@@ -258,7 +258,7 @@ def _compute(
     lists = _random_lists(device, dtypes)
     scale = torch.full((), 0.7, dtype=torch.float64, device=device) if scaled else None
     buffers = _buffers_among(lists)
-    sums = backend.run_sums(lists["grads"], buffers.get("last_grad", []), k=0.4, scale=scale)
+    sums = backend.run_sums(lists["grads"], buffers.get("last_grad", []), k=0.4, grad_scale=scale)
     rounding = rules.NEAREST
     if lists["compensation"]:
         rounding = rules.Rounding(kind="kahan", compensations=lists["compensation"])
@@ -266,8 +266,8 @@ def _compute(
         rounding = rules.Rounding(kind="stochastic", seeds=[1, 2, 3])  # another neighbour than the nearest one, at most
     options = rules.Options(
         arithmetic=arithmetic, steps=[1.0, 2.0, 30.0], lr=0.01, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1,
-        cautious=scaled, scale=scale, k=0.4, factors=rules.clip_factors(sums[3], 5.0),
-        nesterov=0.3 if scaled else 0.0, second_moment=second_moment,
+        cautious=scaled, grad_scale=scale, k=0.4, factors=rules.clip_factors(sums[3], 5.0),
+        blend=0.3 if scaled else 0.0, second_moment=second_moment,
         rounding=rounding,
     )  # fmt: skip
     backend.run_update(lists["params"], lists["grads"], buffers, options)

@@ -46,8 +46,8 @@ enum Sum { GG, GL, LL, CC, SUMS };
 // caller are in double.
 template <class T>
 struct Scalars {
-    T scale, correction, clip_factor, one_minus_beta1, nesterov, beta2, one_minus_beta2, decay, decay_away, rate, root;
-    T eps, step;
+    T grad_scale, correction, clip_factor, one_minus_beta1, blend, beta2, one_minus_beta2, decay, decay_away, rate;
+    T root, eps, step;
 
     bool is_cautious() const { return decay != decay_away; }
 };
@@ -422,7 +422,7 @@ void row_sums(const Tensors& tensors, const Scalars<double>& scalars, int64_t i,
     std::fill(sums, sums + SUMS, 0.0);
     if (!tensors.has(LAST_GRAD)) {
         sums[GG] = row_square<T>(tensors, i, at, n);
-        sums[CC] = sums[GG] * scalars.scale * scalars.scale;  // c is g
+        sums[CC] = sums[GG] * scalars.grad_scale * scalars.grad_scale;  // c is g
         return;
     }
     T buffers[2][ROW];
@@ -435,7 +435,7 @@ void row_sums(const Tensors& tensors, const Scalars<double>& scalars, int64_t i,
         if (parallel || !std::isfinite(sums[GG] + sums[LL])) sum_products<double>(n, g, last, sums);
     }
     if (corrected) {
-        T scale = scalars.scale, k = scalars.correction;
+        T scale = scalars.grad_scale, k = scalars.correction;
         sums[CC] = sum<T>(n, [=](auto type, int64_t j) {
             T scaled = g[j] * scale, c = (scaled - last[j]) * k + scaled;
             return decltype(type)(c) * decltype(type)(c);
@@ -453,7 +453,7 @@ void sums(const Tensors& tensors, const Scalars<double>* scalars, bool products,
         row_sums<T>(tensors, scalars[i], i, at, n, products, corrected, rows + row * SUMS);
     });
     for (int64_t i = 0; i < tensors.count; rows += tensors.rows(i++) * SUMS) {
-        double factors[SUMS] = {scalars[i].scale * scalars[i].scale, scalars[i].scale, 1, 1};
+        double factors[SUMS] = {scalars[i].grad_scale * scalars[i].grad_scale, scalars[i].grad_scale, 1, 1};
         for (int64_t sum = 0; sum < SUMS; sum++)
             out[sum * tensors.count + i] = total(rows + sum, tensors.rows(i), SUMS) * factors[sum];
     }
@@ -468,8 +468,8 @@ struct Options {
 
 template <class T>
 Scalars<T> rounded(const Scalars<double>& s) {
-    return {T(s.scale), T(s.correction), T(s.clip_factor), T(s.one_minus_beta1),
-            T(s.nesterov), T(s.beta2), T(s.one_minus_beta2), T(s.decay), T(s.decay_away), T(s.rate), T(s.root), T(s.eps),
+    return {T(s.grad_scale), T(s.correction), T(s.clip_factor), T(s.one_minus_beta1),
+            T(s.blend), T(s.beta2), T(s.one_minus_beta2), T(s.decay), T(s.decay_away), T(s.rate), T(s.root), T(s.eps),
             T(s.step)};
 }
 
@@ -501,21 +501,21 @@ void update_block(int64_t n, Scalars<T> s, bool square_gradient, T* __restrict x
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) {
         // c_t = g_t + k (g_t - last_t), times the clipping factor
-        T g = gradient[i] * s.scale;
+        T g = gradient[i] * s.grad_scale;
         c[i] = (HAS_LAST ? (g - last[i]) * s.correction + g : g) * s.clip_factor;
         if constexpr (HAS_LAST) last[i] = g;
     }
-    bool is_nesterov = s.nesterov != 0;
+    bool blends = s.blend != 0;
 #pragma omp simd
     for (int64_t i = 0; i < n; i++) {
         // e_t = beta1 e_{t-1} + (1 - beta1) c_t
         T average = e[i] + s.one_minus_beta1 * (c[i] - e[i]);
         e[i] = average;
-        m[i] = is_nesterov ? average + s.nesterov * (c[i] - average) : average;
+        m[i] = blends ? average + s.blend * (c[i] - average) : average;
     }
     if constexpr (RULE == LION) {
 #pragma omp simd
-        for (int64_t i = 0; i < n; i++) m[i] = moving(m[i], gradient[i] * s.scale);
+        for (int64_t i = 0; i < n; i++) m[i] = moving(m[i], gradient[i] * s.grad_scale);
     }
     if constexpr (IS_CAUTIOUS && RULE != MOMENTUM) {  // a test at run time would cost every step a fiftieth
 #pragma omp simd
@@ -531,7 +531,7 @@ void update_block(int64_t n, Scalars<T> s, bool square_gradient, T* __restrict x
             x[i] = x[i] * decay - s.rate * sign(m[i]);
         } else {
             // v_t = beta2 v_{t-1} + (1 - beta2) c_t^2
-            T squared = square_gradient ? gradient[i] * s.scale : c[i];
+            T squared = square_gradient ? gradient[i] * s.grad_scale : c[i];
             T second = v[i] * s.beta2 + s.one_minus_beta2 * squared * squared;
             v[i] = second;
             // x_{t+1} = x_t - lr (m_t / (1 - beta1^t) / (sqrt(v_t / (1 - beta2^t)) + eps) + weight_decay x_t)
@@ -561,9 +561,9 @@ void update_coded(int64_t n, const Scalars<float>& s, bool square_gradient, floa
                   const Thresholds& thresholds) {
     using Value = Code<int8_t>;
     using Root = Code<uint8_t>;
-    float gradients[BLOCK], corrected[BLOCK], averages[BLOCK], nesterov[BLOCK], roots[BLOCK];
+    float gradients[BLOCK], corrected[BLOCK], averages[BLOCK], blended[BLOCK], roots[BLOCK];
     float largest_gradient[BLOCK / CODED], largest_average[BLOCK / CODED], largest_square[BLOCK / CODED];
-    bool is_nesterov = s.nesterov != 0;
+    bool blends = s.blend != 0;
     float of_gradient = s.clip_factor * (HAS_LAST ? 1 + s.correction : 1);
     for (int64_t block = 0; block < n / CODED; block++) {
         float of_last = HAS_LAST ? -s.correction * s.clip_factor * Value::unit * last.scales[block] : 0;
@@ -573,7 +573,7 @@ void update_coded(int64_t n, const Scalars<float>& s, bool square_gradient, floa
         int64_t first = block * CODED, end = first + CODED;
         for (int64_t i = first; i < end; i += WIDTH) {
             // c_t = g_t + k (g_t - last_t), times the clipping factor
-            Floats g = load<Floats>(gradient + i) * s.scale, c = g * of_gradient;
+            Floats g = load<Floats>(gradient + i) * s.grad_scale, c = g * of_gradient;
             if constexpr (HAS_LAST) {
                 c = fused(Value::levels(last.codes + i), all(of_last), c);
                 gradient_sizes = larger(gradient_sizes, Ints(g) & SIZE);
@@ -589,14 +589,14 @@ void update_coded(int64_t n, const Scalars<float>& s, bool square_gradient, floa
             average_sizes = larger(average_sizes, Ints(m) & SIZE);
         }
         const float* moments = averages;
-        if (is_nesterov || RULE == LION) {
+        if (blends || RULE == LION) {
             for (int64_t i = first; i < end; i += WIDTH) {
                 Floats m = load<Floats>(averages + i);
-                if (is_nesterov) m += s.nesterov * (load<Floats>(corrected + i) - m);
+                if (blends) m += s.blend * (load<Floats>(corrected + i) - m);
                 if (RULE == LION) m = moving(m, load<Floats>(gradients + i));
-                store(m, nesterov + i);
+                store(m, blended + i);
             }
-            moments = nesterov;
+            moments = blended;
         }
         if constexpr (RULE == ADAMW) {
             const float* squared = square_gradient ? gradients : corrected;
@@ -782,7 +782,7 @@ void find_factors(const Tensors& tensors, const Scalars<double>* scalars, const 
     }
     bool lacks_sums = false;
     for (int64_t i = first, row = tensors.rows(0, first); i < last; row += tensors.rows(i++)) {
-        double scale = scalars[i].scale;
+        double scale = scalars[i].grad_scale;
         double square = clip.are_known ? clip.squares[i] : total(squares + row, tensors.rows(i)) * scale * scale;
         if (!clip.are_known && omp_get_thread_num() == 0) clip.squares[i] = square;
         factors[i] = clip.may_clip(i, square) ? UNKNOWN : 1;

@@ -43,11 +43,11 @@ TYPES = {torch.bfloat16: 1, torch.float32: 2, torch.float64: 3, torch.int8: 4, t
 FLOATS = (torch.bfloat16, torch.float32, torch.float64)  # of parameters
 # The numbers of each tensor, in the order of the fields of Scalars in cpu.cpp, which says what they are.
 SCALARS = (
-    "scale",
+    "grad_scale",
     "correction",
     "clip_factor",
     "one_minus_beta1",
-    "nesterov",
+    "blend",
     "beta2",
     "one_minus_beta2",
     "decay",
@@ -102,7 +102,7 @@ def sums(
     gradients: list[Tensor],
     last_grads: Column,
     *,
-    scale: Tensor | None = None,
+    grad_scale: Tensor | None = None,
     k: float = 0.0,
     products: bool = True,
     corrected: bool = True,
@@ -114,7 +114,7 @@ def sums(
     """
     result = torch.zeros(4, len(gradients), dtype=torch.float64, device="cpu")
     descriptor = _descriptor([], gradients, {"last_grad": last_grads})
-    scalars = _scalars(len(gradients), scale=scale, correction=k)
+    scalars = _scalars(len(gradients), grad_scale=grad_scale, correction=k)
     _library().mars_sums(
         len(gradients), descriptor.buffer_info()[0], scalars.buffer_info()[0], products, corrected,
         result.data_ptr(), torch.get_num_threads(),
@@ -138,11 +138,11 @@ def update(
     decay = 1 - lr * options.weight_decay
     scalars = _scalars(
         len(params),
-        scale=options.scale,
+        grad_scale=options.grad_scale,
         correction=options.k,
         clip_factor=options.factors,
         one_minus_beta1=1 - options.beta1,
-        nesterov=options.nesterov,
+        blend=options.blend,
         beta2=options.beta2,
         one_minus_beta2=1 - options.beta2,
         decay=decay,

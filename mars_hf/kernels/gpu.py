@@ -67,7 +67,7 @@ def sums(
     gradients: list[Tensor],
     last_grads: Column,
     *,
-    scale: Tensor | None = None,
+    grad_scale: Tensor | None = None,
     k: float = 0.0,
     products: bool = True,
     corrected: bool = True,
@@ -86,7 +86,7 @@ def sums(
         partials = out.new_empty((4 if last_grads else 1, tiles))
         if tiles:
             gpu_device.partial_sums[(tiles,)](
-                table, count, tiles, scale, partials,
+                table, count, tiles, grad_scale, partials,
                 GRADIENT=_triton_type(gradients), LAST=last, LAST_SCALE=last_scale, **_constants(lists),
             )  # fmt: skip
         gpu_device.total_sums[(count, len(partials))](
@@ -117,11 +117,11 @@ def update(
     with torch.cuda.device_of(counts):
         table, tiles = _table(
             lists,
-            (options.k, options.nesterov, *betas[0], *betas[1], options.eps, options.weight_decay),
+            (options.k, options.blend, *betas[0], *betas[1], options.eps, options.weight_decay),
         )
         if tiles:
             gpu_device.update[(tiles,)](
-                table, len(params), counts, rate, options.scale, options.factors, keys, **types,
+                table, len(params), counts, rate, options.grad_scale, options.factors, keys, **types,
                 RULE=options.arithmetic, CORRECTED=options.second_moment == "corrected", CAUTIOUS=options.cautious,
                 **_constants(lists),
             )  # fmt: skip

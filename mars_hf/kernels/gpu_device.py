@@ -350,7 +350,7 @@ def _shrink(p, m, decay, CAUTIOUS: tl.constexpr):
 def _update_blocks(
     param, gradient, exp_avg, exp_avg_sq, last, lost, exp_avg_scales, exp_avg_sq_scales, last_scales,
     begin, end, key,
-    scale, factor, k, nesterov, beta1, weight1, beta2, weight2, eps, decay, step_size, root2, step,
+    scale, factor, k, blend, beta1, weight1, beta2, weight2, eps, decay, step_size, root2, step,
     SIZE: tl.constexpr, MASKED: tl.constexpr, COMPUTE: tl.constexpr, RULE: tl.constexpr, CORRECTED: tl.constexpr,
     CAUTIOUS: tl.constexpr, VECTOR: tl.constexpr,
 ):  # fmt: skip
@@ -369,8 +369,8 @@ def _update_blocks(
         # e_t = beta1 e_{t-1} + (1 - beta1) c_t, as torch.lerp: exact at weights 0 and 1.
         difference = c - e
         e = tl.where(weight1 < 0.5, e + weight1 * difference, c - beta1 * difference)
-        # m_t = e_t + nesterov (c_t - e_t); the test for 0 avoids infinity minus infinity.
-        m = tl.where(nesterov == 0, e, e + nesterov * (c - e))
+        # m_t = e_t + blend (c_t - e_t); the test for 0 avoids infinity minus infinity.
+        m = tl.where(blend == 0, e, e + blend * (c - e))
         if RULE == "momentum":
             p = m
         elif RULE == "lion":
@@ -421,7 +421,7 @@ def update(
     last_scales = _pointer(table, count, LAST_SCALES_ROW, tensor, block, LAST_SCALE)
 
     k = _number(table, 0).to(COMPUTE)
-    nesterov = _number(table, 1).to(COMPUTE)
+    blend = _number(table, 1).to(COMPUTE)
     beta1 = _number(table, 2).to(COMPUTE)
     weight1 = (1.0 - _number(table, 2)).to(COMPUTE)
     beta2 = _number(table, 4).to(COMPUTE)
@@ -445,12 +445,12 @@ def update(
     _update_blocks(
         param, gradient, exp_avg, exp_avg_sq, last, lost, exp_avg_scales, exp_avg_sq_scales, last_scales,
         0, whole, key,
-        scale, factor, k, nesterov, beta1, weight1, beta2, weight2, eps, decay, step_size, root2, step,
+        scale, factor, k, blend, beta1, weight1, beta2, weight2, eps, decay, step_size, root2, step,
         BLOCK, False, COMPUTE, RULE, CORRECTED, CAUTIOUS, VECTOR,
     )  # fmt: skip
     _update_blocks(
         param, gradient, exp_avg, exp_avg_sq, last, lost, exp_avg_scales, exp_avg_sq_scales, last_scales,
         whole, length, key,
-        scale, factor, k, nesterov, beta1, weight1, beta2, weight2, eps, decay, step_size, root2, step,
+        scale, factor, k, blend, beta1, weight1, beta2, weight2, eps, decay, step_size, root2, step,
         MASKED_BLOCK, True, COMPUTE, RULE, CORRECTED, CAUTIOUS, VECTOR,
     )  # fmt: skip

@@ -31,14 +31,14 @@ def sums(
     gradients: list[Tensor],
     last_grads: list[Tensor],
     *,
-    scale: Tensor | None = None,
+    grad_scale: Tensor | None = None,
     k: float = 0.0,
     products: bool = True,
     corrected: bool = True,
 ) -> Tensor:
     """Take the sums of `rules.sums`, to the bit."""
     joined_last = [_join(last_grads)] if last_grads else []
-    of_all = rules.correct([_join(gradients)], joined_last, scale, k if corrected else None)
+    of_all = rules.correct([_join(gradients)], joined_last, grad_scale, k if corrected else None)
     sizes = list(map(Tensor.numel, gradients))
     g, last, c = [list(joined[0].split(sizes)) if joined else [] for joined in of_all]
     return rules.sums_of(g, last, c, products=products, corrected=corrected)

@@ -1,8 +1,9 @@
 """Matrix products whose results are known to be symmetric, on GPUs: one triangle of blocks, and its mirror image.
 
 Newton-Schulz takes X Xᵀ, b A + c A A, and products of polynomials of one A. Half of the work is enough, plus what the
-blocks on the diagonal have twice: with T blocks to a side, (T + 1) / 2T. The module needs Triton, so only `kernels` imports it,
-at first use.
+blocks on the diagonal have twice: with T blocks to a side, (T + 1) / 2T.
+
+The module needs Triton, so only `kernels` imports it, at first use.
 
 A program makes one block: a loop over the inner dimension, sums in float32, two writes. No block is added to by two
 programs, and those on the diagonal are written once, so the bits are the same every time.

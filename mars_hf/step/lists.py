@@ -37,7 +37,7 @@ class TensorList:
     """Tensors of one group, device and dtypes that one call of a backend takes: whole parameters or shards.
 
     Each list has one entry per parameter or shard, or is empty if the rule does not need it. With the factors the
-    corrected gradient is c = factor (g + k (g - last)), where g = scale * gradient and last is last_grad.
+    corrected gradient is c = factor (g + k (g - last)), where g = grad_scale * gradient and last is last_grad.
     """
 
     group: dict[str, Any]
@@ -59,7 +59,7 @@ class TensorList:
     correction: float = 0.0  # k
     # Set between collecting and updating:
     sums: Tensor | None = None  # rows of `rules.sums`; None if the step does not need them
-    scale: Tensor | None = None  # 0-d; None means 1
+    grad_scale: Tensor | None = None  # 0-d; None means 1
     factors: Tensor | None = None  # one per entry; None means 1
     clip_bounds: list[float] = field(default_factory=list)  # largest <g, g> at which c is surely not clipped, if known
     squares: Tensor | None = None  # <g, g> of lists with bounds; None before it is known
@@ -78,7 +78,7 @@ class TensorList:
     def run_sums(self, *, without_last_grads: bool = False, **needed: bool) -> Tensor:
         """Return the sums over each gradient and its last gradient; `needed`: see `rules.sums`."""
         last_grads = [] if without_last_grads else self.buffers.get("last_grad", [])
-        return self.backend.run_sums(self.grads, last_grads, scale=self.scale, k=self.correction, **needed)
+        return self.backend.run_sums(self.grads, last_grads, grad_scale=self.grad_scale, k=self.correction, **needed)
 
     def select(self, positions: Sequence[int]) -> TensorList:
         """Return a list of some entries, without sums."""
@@ -391,7 +391,7 @@ def _make_list(
         tensors.row_avg_sq = [member.rows for member in members]
         tensors.units = [_units_in(param, member.shard, group) for param, member in zip(params, members, strict=True)]
     if group["maximize"]:
-        tensors.scale = torch.full((), -1.0, device=key.device)
+        tensors.grad_scale = torch.full((), -1.0, device=key.device)
     if tensors.last_grad:
         beta1 = float(group["betas"][0])
         tensors.correction = float(group["gamma"]) * beta1 / (1 - beta1)

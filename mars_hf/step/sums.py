@@ -139,7 +139,7 @@ def _set_scale(
     """Scale the gradients of a list, and then clip its corrected gradients."""
     k = tensors.correction
     scale = scale.to(sums.device, sums.dtype, non_blocking=True)
-    tensors.scale = scale if tensors.scale is None else tensors.scale * scale
+    tensors.grad_scale = scale if tensors.grad_scale is None else tensors.grad_scale * scale
     if tensors.clip_bounds:
         tensors.squares = sums[GG] * scale**2
         if metrics is not None:  # the factors that the update would find, to the bit

@@ -50,7 +50,7 @@ def close(found, expected, atol: float = 1e-6) -> None:
 
 def settings_of(rule: str, layout: MatrixLayout | None = None, **changed) -> NewtonSchulz:
     plain = {"coefficients": (QUINTIC,) * 5, "eps": 1e-7, "dtype": torch.bfloat16}
-    return NewtonSchulz(scale=SCALES[rule], layout=layout or MatrixLayout(), **{**plain, **changed})
+    return NewtonSchulz(update_scale=SCALES[rule], layout=layout or MatrixLayout(), **{**plain, **changed})
 
 
 def test_products_are_shared():

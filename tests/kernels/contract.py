@@ -33,7 +33,7 @@ every_kernel = pytest.mark.parametrize(("backend", "device"), KERNELS)
 # Relative errors of rounding to nearest. Triton's interpreter truncates to bfloat16.
 ROUNDING = {torch.float16: 2**-11, torch.bfloat16: 2**-7 if INTERPRETED else 2**-8}
 NAMES = ("params", "gradients", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "last_grad")
-STEP = {"k": 0.475, "nesterov": 0.0, "beta1": 0.95, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
+STEP = {"k": 0.475, "blend": 0.0, "beta1": 0.95, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.1}
 
 
 def triton() -> Any:
@@ -73,10 +73,10 @@ def corrected(gradients: Any, last_grads: Any, i: int, scale: Any, k: float) -> 
     return [g, last, g + k * (g - last)]
 
 
-def expected_sums(gradients: Any, last_grads: Any, *, scale: Any = None, k: float = 0.0) -> Tensor:
+def expected_sums(gradients: Any, last_grads: Any, *, grad_scale: Any = None, k: float = 0.0) -> Tensor:
     columns = []
     for i in range(len(gradients)):
-        g, last, c = corrected(gradients, last_grads, i, scale, k)
+        g, last, c = corrected(gradients, last_grads, i, grad_scale, k)
         columns.append(torch.stack([(a * b).sum() for a, b in ((g, g), (g, last), (last, last), (c, c))]))
     return torch.stack(columns, 1)
 
@@ -93,19 +93,19 @@ def check_sums(backend: str, gradients: list[Tensor], last_grads: list[Tensor], 
 
 
 def expected_update(
-    lists: dict[str, list[Tensor]], *, arithmetic: str, steps: list[float], lr: float, k: float, nesterov: float,
-    beta1: float, beta2: float, eps: float, weight_decay: float, scale: Any = None,
+    lists: dict[str, list[Tensor]], *, arithmetic: str, steps: list[float], lr: float, k: float, blend: float,
+    beta1: float, beta2: float, eps: float, weight_decay: float, grad_scale: Any = None,
     factors: Any = None, second_moment: str = "corrected", cautious: bool = False,
 ) -> dict[str, list[Tensor]]:  # fmt: skip
     """Apply the contract of `rules.update` line by line, on copies."""
     wide = {name: [tensor.double().clone() for tensor in tensors] for name, tensors in lists.items()}
     for i, (x, e) in enumerate(zip(wide["params"], wide["exp_avg"], strict=True)):
-        g, _, c = corrected(wide["gradients"], wide["last_grad"], i, scale, k)
+        g, _, c = corrected(wide["gradients"], wide["last_grad"], i, grad_scale, k)
         if wide["last_grad"]:
             wide["last_grad"][i].copy_(g)
         c = c if factors is None else c * factors[i].double()
         e.copy_(e + (1 - beta1) * (c - e))
-        m = e + nesterov * (c - e) if nesterov else e
+        m = e + blend * (c - e) if blend else e
         if arithmetic == "momentum":
             x.copy_(m)
             continue

@@ -33,7 +33,7 @@ SMALL = [5, 0, 1500]
 EDGES = [0, 1, 2, 7, 1023, 1025, 4095, 4096, 4097, 8191, 8193, 0, 17_411, 20_480, 100_003, 0]
 PLAIN = ("exp_avg_sq", "max_exp_avg_sq")
 ALONE = (*PLAIN, "last_grad")
-SCALES = {"scale": torch.tensor(-0.3)}
+SCALES = {"grad_scale": torch.tensor(-0.3)}
 FACTORS = {"factors": torch.tensor([0.5, 1.0, 0.01])}
 
 # By case: lists that are not there, and settings.
@@ -42,11 +42,11 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw, scaled and clipped": (("max_exp_avg_sq",), {**SCALES, **FACTORS}),
     "adamw, second moment of the gradient": (("max_exp_avg_sq",), {**FACTORS, "second_moment": "gradient"}),
     "adamw, without last gradients": (("max_exp_avg_sq", "last_grad"), {**FACTORS}),
-    "adamw, recursive": (("max_exp_avg_sq", "last_grad"), {"second_moment": "gradient", "nesterov": 0.3}),
+    "adamw, recursive": (("max_exp_avg_sq", "last_grad"), {"second_moment": "gradient", "blend": 0.3}),
     "lion": (PLAIN, {"arithmetic": "lion", **SCALES, **FACTORS}),
-    "lion, recursive": (ALONE, {"arithmetic": "lion", "nesterov": 0.3}),
+    "lion, recursive": (ALONE, {"arithmetic": "lion", "blend": 0.3}),
     "momentum": (PLAIN, {"arithmetic": "momentum", **SCALES, **FACTORS, "steps": [math.nan] * 3}),
-    "momentum, recursive": (ALONE, {"arithmetic": "momentum", "nesterov": 0.3}),
+    "momentum, recursive": (ALONE, {"arithmetic": "momentum", "blend": 0.3}),
     "adamw, cautious": (("max_exp_avg_sq",), {"cautious": True, "weight_decay": 20.0}),
     "lion, cautious": (PLAIN, {"arithmetic": "lion", "cautious": True, "weight_decay": 20.0}),
     "beta1 of 0": (("max_exp_avg_sq",), {"beta1": 0.0}),
@@ -88,7 +88,7 @@ every_dtype = pytest.mark.parametrize(
 @every_dtype
 def test_sums_of_dtypes(backend, device, dtypes):
     lists = problem([*SMALL, 5000], device, **dtypes)
-    check_sums(backend, lists["gradients"], lists["last_grad"], k=0.4, scale=torch.tensor(-3.0, device=device))
+    check_sums(backend, lists["gradients"], lists["last_grad"], k=0.4, grad_scale=torch.tensor(-3.0, device=device))
 
 
 @every_implementation
@@ -97,7 +97,7 @@ def test_update_of_dtypes(backend, device, dtypes):
     """Arithmetic is float32, or float64 if any tensor is; results are rounded once."""
     lists = problem([*SMALL, 5000], device, **dtypes)
     tolerance = 1e-13 if len(dtypes) == len(NAMES) else 1e-6
-    check_update(backend, lists, tolerance=tolerance, scale=torch.tensor(-3.0, device=device))
+    check_update(backend, lists, tolerance=tolerance, grad_scale=torch.tensor(-3.0, device=device))
 
 
 @every_implementation

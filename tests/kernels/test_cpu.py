@@ -70,7 +70,7 @@ def test_threads_change_no_bit():
         torch.set_num_threads(count)  # conftest.py restores it
         lists = problem(sizes, "cpu")
         total = compiled.sums(lists["gradients"], lists["last_grad"])
-        results.append([total, *run(lists, scale=torch.tensor(0.5))])
+        results.append([total, *run(lists, grad_scale=torch.tensor(0.5))])
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
 
 
@@ -92,17 +92,17 @@ def test_tensors_above_their_bound_are_clipped(known, threads, monkeypatch):
     squares = torch.stack([(0.5 * gradient.double()).square().sum() for gradient in lists["gradients"]])
     of_square = torch.tensor([1.01, 0.99, 1, 1.01, 1.01, 1, -1, 0, -1, -1, 0], dtype=torch.float64)
     above, threshold = [1, 5, 6, 7, 8, 9, 10], 1.7
-    corrected = compiled.sums(lists["gradients"], lists["last_grad"], scale=scale, k=STEP["k"])[3]
+    corrected = compiled.sums(lists["gradients"], lists["last_grad"], grad_scale=scale, k=STEP["k"])[3]
     assert (corrected[[1, 3, 4, 6, 7, 8, 9]] > threshold**2).all() and corrected[10] < threshold**2
     factors = torch.ones(len(sizes), dtype=torch.float64)
     factors[above] = rules.clip_factors(corrected[above], threshold)
-    expected = run(updated, scale=scale, factors=factors)
+    expected = run(updated, grad_scale=scale, factors=factors)
     settings = {
         **STEP,
         "arithmetic": "adamw",
         "steps": [1.0] * len(sizes),
         "lr": 0.01,
-        "scale": scale,
+        "grad_scale": scale,
         "clip_bounds": (squares * of_square).tolist(),
         "clip_threshold": threshold,
     }

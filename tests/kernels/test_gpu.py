@@ -54,8 +54,10 @@ compiles = pytest.mark.skipif(INTERPRETED, reason="the interpreter does not comp
 def test_dtypes_of_scales(device, dtype, gradient):
     lists = problem([1500, 5, 700, 0], device, gradients=gradient)
     scale = torch.tensor(-3.0, dtype=dtype, device=device)
-    check_sums("triton", lists["gradients"], lists["last_grad"], scale=scale, k=0.4)
-    check_update("triton", lists, scale=scale, factors=torch.tensor([0.25, 1.0, 0.0, 0.5], dtype=dtype, device=device))
+    check_sums("triton", lists["gradients"], lists["last_grad"], grad_scale=scale, k=0.4)
+    check_update(
+        "triton", lists, grad_scale=scale, factors=torch.tensor([0.25, 1.0, 0.0, 0.5], dtype=dtype, device=device)
+    )
 
 
 @here

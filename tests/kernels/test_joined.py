@@ -46,7 +46,7 @@ BUFFERS["momentum"] = BUFFERS["lion"]
 @pytest.mark.parametrize("kind", BUFFERS)
 def test_update_to_the_bit(kind, factors, scale, dtypes):
     lists = lists_of(without=BUFFERS[kind], **dtypes)
-    options = options_of(kind.replace("amsgrad", "adamw"), factors=factors, scale=scale, cautious=factors is None)
+    options = options_of(kind.replace("amsgrad", "adamw"), factors=factors, grad_scale=scale, cautious=factors is None)
     assert joined.can_update(lists["params"], buffers_of(lists), options)
     one_by_one, together = (updated(backend, lists, options) for backend in ("for-loop", "foreach"))
     for name, tensors in one_by_one.items():
