@@ -15,9 +15,9 @@ import time
 
 import torch
 
+from mars_hf.arithmetic.directions import flops
 from mars_hf.arithmetic.matrix_layouts import MatrixLayout
 from mars_hf.arithmetic.newton_schulz import QUINTIC
-from mars_hf.arithmetic.orthogonalize import flops
 from mars_hf.distributed.exchange import Matrix, Round, plan_rounds
 from mars_hf.distributed.tensors import Slice
 

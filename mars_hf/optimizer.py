@@ -49,7 +49,7 @@ from mars_hf.step.lists import TensorList, build_lists
 from mars_hf.step.metrics import StepMetrics
 from mars_hf.step.ranks import Ranks, SharedStep
 from mars_hf.step.release import GradientRelease
-from mars_hf.step.sums import find_moving, rows_to_reduce, set_factors, take_sums
+from mars_hf.step.sums import find_moving, norms_taken, rows_to_reduce, set_factors, take_sums
 from mars_hf.step.update import count_steps, note_peaks, update, update_matrices
 
 _device_of = attrgetter("device")
@@ -555,7 +555,7 @@ class Mars(torch.optim.Optimizer):
                     update(tensors, metrics=metrics)
         shared.overlap(update_matrices(chunk, groups, metrics) for chunk in shared.chunks(lists))
         shared.conclude()
-        self._last_norms = self._norms_taken(lists)
+        self._last_norms = norms_taken(lists)
         if self.is_exact:
             exact.drop_stale_gradients(groups, self.state)
             self._stale_gradients_supplied = False
@@ -626,14 +626,6 @@ class Mars(torch.optim.Optimizer):
                     were_approx.append(group)
             exact.require_stale_gradients(self.param_groups, self.state, were_approx, self._stale_gradients_supplied)
         self._structure = structure
-
-    def _norms_taken(self, lists: Sequence[TensorList]) -> LastNorms:
-        """Return the norms that the updates have taken of gradients, which are last gradients now."""
-        norms = LastNorms()
-        for tensors in lists:
-            if tensors.squares is not None:
-                norms.remember(tensors.last_grad, tensors.squares)
-        return norms
 
     def _require_trainable(self) -> None:
         """Raise RuntimeError if every parameter has been frozen since it was added; warn if no step has trained one."""

@@ -52,7 +52,7 @@ WALKS = {"mars-adamw": 17, "mars-m": 22}
 NOUNS = {
     "arithmetic/eight_bits.py": ["Coded", "_Code"],
     "arithmetic/matrix_layouts.py": ["MatrixLayout"],
-    "arithmetic/orthogonalize.py": ["NewtonSchulz"],
+    "arithmetic/directions.py": ["NewtonSchulz"],
     "arithmetic/resting.py": ["Units"],
     "arithmetic/rules.py": ["Arithmetic", "Options", "Rounding"],
     "arithmetic/update_rules.py": ["UpdateRule"],

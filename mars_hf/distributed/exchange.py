@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mars_hf.arithmetic import matrix_layouts
+from mars_hf.arithmetic.directions import count_rows, flops, iteration_dtype
 from mars_hf.arithmetic.matrix_layouts import MatrixLayout
 from mars_hf.arithmetic.newton_schulz import MAX_ELEMENTS, chunks_of, coefficients_of
-from mars_hf.arithmetic.orthogonalize import count_rows, flops, iteration_dtype
 from mars_hf.arithmetic.update_rules import update_rule
 from mars_hf.distributed.norms import GroupSums, first_message, group_order, wire_device
 from mars_hf.distributed.shards import replicas_in_mesh, slices_of

@@ -34,23 +34,16 @@ BITS_OF_2 = tl.constexpr(0x40000000)
 @triton.jit
 def locate(table, count, tile, TILE: tl.constexpr):
     """Return the tensor of a tile, the tile's first element (int64) and its number of elements (int32)."""
-    tensor = _search(table, count, STARTS_ROW, tile)
+    tensor = count * 0
+    high = count
+    while high - tensor > 1:  # the last one whose tiles start at this one or before
+        middle = (tensor + high) // 2
+        before = _word(table, count, STARTS_ROW, middle) <= tile
+        tensor = tl.where(before, middle, tensor)
+        high = tl.where(before, high, middle)
     start = (tile - _word(table, count, STARTS_ROW, tensor)) * TILE
     length = tl.minimum(_word(table, count, SIZES_ROW, tensor) - start, TILE).to(tl.int32)
     return tensor, start, length
-
-
-@triton.jit
-def _search(table, count, row: tl.constexpr, number):
-    """Return the last tensor whose word in a row is at most a number; words ascend."""
-    tensor = count * 0
-    high = count
-    while high - tensor > 1:
-        middle = (tensor + high) // 2
-        before = _word(table, count, row, middle) <= number
-        tensor = tl.where(before, middle, tensor)
-        high = tl.where(before, high, middle)
-    return tensor
 
 
 @triton.jit

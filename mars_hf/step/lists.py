@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from mars_hf.arithmetic import eight_bits
+from mars_hf.arithmetic.directions import iteration_dtype
 from mars_hf.arithmetic.eight_bits import Coded, Column, tensors_of
-from mars_hf.arithmetic.orthogonalize import iteration_dtype
 from mars_hf.arithmetic.resting import Units
 from mars_hf.arithmetic.rules import CODES
 from mars_hf.arithmetic.update_rules import UpdateRule
@@ -376,7 +376,7 @@ def _make_list(
         dtypes["params"] = iteration_dtype(group, members[0].entry.tensors[0], key.device)
         dtypes.pop("compensation", None)
     backend = choose_backend(group, key.device, dtypes, rule.arithmetic, numel, dense=key.state_fits)
-    params, grads, *columns = map(list, zip(*map(_tensors_of, members), strict=True))
+    params, grads, *columns = map(list, zip(*map(_held_by, members), strict=True))
     tensors = TensorList(group, rule, backend, key.chunk, key.process_group, params, grads)
     buffers = dict(zip(key.buffers.keys, columns, strict=True))
     tensors.compensation = buffers.pop("compensation", [])
@@ -419,12 +419,12 @@ def _units_in(param: Tensor, shard: Shard | None, group: Mapping[str, Any]) -> U
     return Units(range(shape[0]), shape[1:].numel(), shard.slice.start)
 
 
-def _tensors_of(member: _Member) -> list[Tensor]:
-    """Return the tensors of a member; a gradient that does not suit kernels is copied, whoever computes."""
-    tensors, shard = member.entry.tensors, member.shard
-    param, grad = tensors[:2]
-    if not member.grad_fits:
-        tensors[1] = torch.empty_like(param, dtype=grad.dtype).copy_(grad)  # with the parameter's strides
+def _held_by(member: _Member) -> list[Tensor]:
+    """Return parameter, gradient and buffers of a member; a gradient that does not suit kernels as a copy."""
+    (param, grad, *buffers), shard = member.entry.tensors, member.shard
+    if not member.grad_fits:  # whoever computes
+        grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)  # with the parameter's strides
+    tensors = [param, grad, *buffers]
     if shard is None or shard.numel == param.numel():
         return tensors
     return [tensor[shard.start : shard.start + shard.numel] for tensor in tensors]

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mars_hf.arithmetic import eight_bits
-from mars_hf.arithmetic.orthogonalize import NewtonSchulz, compute_directions, iteration_dtype, newton_schulz_of
+from mars_hf.arithmetic.directions import NewtonSchulz, compute_directions, iteration_dtype, newton_schulz_of
 from mars_hf.arithmetic.update_rules import UpdateRule, update_rule
 from mars_hf.distributed.exchange import Exchange, Matrix, MatrixPlanner, Parcel, Round, sharing_ranks
 from mars_hf.distributed.norms import GroupSums, named

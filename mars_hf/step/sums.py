@@ -66,6 +66,15 @@ def _needs_corrected(tensors: TensorList, metrics: StepMetrics | None) -> bool:
     return tensors.clip_threshold is not None or (metrics is not None and tensors.rule.corrects)
 
 
+def norms_taken(lists: Sequence[TensorList]) -> LastNorms:
+    """Return the norms that the updates have taken of gradients, which are last gradients now."""
+    norms = LastNorms()
+    for tensors in lists:
+        if tensors.squares is not None:
+            norms.remember(tensors.last_grad, tensors.squares)
+    return norms
+
+
 def _can_bound(tensors: TensorList) -> bool:
     """Return whether remembered norms can bound c: if the update can clip what they do not bound."""
     if tensors.clip_threshold is None or not tensors.last_grad or not tensors.group["is_approx"]:

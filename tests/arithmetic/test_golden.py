@@ -12,7 +12,7 @@ from reference import newton_schulz_of_mars, newton_schulz_of_mars_m
 from safetensors.torch import load_file
 
 import mars_hf
-from mars_hf.arithmetic import orthogonalize, reference
+from mars_hf.arithmetic import directions, reference
 from mars_hf.arithmetic.reference import MarsReference
 from mars_hf.groups.settings import MARS_TYPES
 
@@ -195,7 +195,7 @@ def test_trajectory_of_the_official_code_with_its_roundings(file, case, foreach,
         assert eps == pytest.approx(1e-8 * (1 - 0.95))
         return [newton_schulz_of_mars(m.mul(1 / (1 - 0.95)), 1e-8) for m in matrices]
 
-    monkeypatch.setattr(orthogonalize, "orthogonalize", with_official_roundings)
+    monkeypatch.setattr(directions, "orthogonalize", with_official_roundings)
     params = [torch.nn.Parameter(tensors[f"init.p{i}"].clone()) for i in range(len(description["shapes"]))]
     groups = groups_of(params) if shampoo else params
     optimizer = mars_hf.Mars(groups, ns_dtype="float32", fused=False, **settings)

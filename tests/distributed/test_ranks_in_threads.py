@@ -20,7 +20,7 @@ from torch.testing._internal.distributed import multi_threaded_pg
 from transformers import TrainerControl, TrainerState
 
 from mars_hf import Mars, NonFiniteCallback, NonFiniteError
-from mars_hf.arithmetic import orthogonalize
+from mars_hf.arithmetic import directions as directions_module
 from mars_hf.distributed.tensors import local
 
 SHAPES = [(7, 5), (2, 18), (18, 3), (3, 4, 5), (1, 9), (33, 2), (13, 6)]
@@ -122,7 +122,7 @@ def test_shared_matrices(layout, mars_type, ns_dtype, normalize_rows):
 
     def rounded(momenta: list[Tensor], settings: Any, dtype: torch.dtype, rows: list[Tensor]) -> list[Tensor]:
         """Directions travel in the dtype that made them."""
-        return orthogonalize.compute_directions(momenta, settings, getattr(torch, ns_dtype), rows)
+        return directions_module.compute_directions(momenta, settings, getattr(torch, ns_dtype), rows)
 
     with mock.patch("mars_hf.step.ranks.compute_directions", rounded):
         ((expected, expected_rows),) = run_ranks(1, lambda rank: run(init_device_mesh("cpu", (1,)), [], None))
@@ -131,7 +131,7 @@ def test_shared_matrices(layout, mars_type, ns_dtype, normalize_rows):
 
     def noted(momenta: list[Tensor], *args: Any) -> list[Tensor]:
         made.extend(momentum.shape for momentum in momenta)
-        return orthogonalize.compute_directions(momenta, *args)
+        return directions_module.compute_directions(momenta, *args)
 
     with mock.patch("mars_hf.step.ranks.compute_directions", noted):
         results = run_ranks(torch.Size(shape).numel(), compare)

@@ -53,7 +53,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "shampoo, rows": {"mars_type": "mars-shampoo", "normalize_rows": 0.5, "clip_threshold": None, "gamma": 0.05},
     "mars-m, recursive": {"mars_type": "mars-m", "clip_threshold": None, "gamma": 0.3, "amsgrad": True},
 }
-# Settings with tests of their own: here below, test_settings.py, test_exact.py, test_orthogonalize.py, test_states.py,
+# Settings with tests of their own: here below, test_settings.py, test_exact.py, test_directions.py, test_states.py,
 # test_backends.py.
 ELSEWHERE = {
     "is_approx",

@@ -17,8 +17,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import mars_hf
 from mars_hf.arithmetic import newton_schulz
+from mars_hf.arithmetic.directions import NewtonSchulz, compute_directions, newton_schulz_of
 from mars_hf.arithmetic.matrix_layouts import MatrixLayout
-from mars_hf.arithmetic.orthogonalize import NewtonSchulz, compute_directions, newton_schulz_of
 from mars_hf.distributed.exchange import MatrixPlanner
 
 SHAPES = ((40, 30), (30, 40), (50,), (6, 5, 4), (7,))

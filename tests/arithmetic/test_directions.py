@@ -21,10 +21,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import mars_hf
 from mars_hf import Mars
-from mars_hf.arithmetic import orthogonalize as orthogonalize_module
+from mars_hf.arithmetic import directions as directions_module
+from mars_hf.arithmetic.directions import NewtonSchulz, compute_directions, flops
 from mars_hf.arithmetic.matrix_layouts import MatrixLayout, count_rows
 from mars_hf.arithmetic.newton_schulz import POLAR_EXPRESS, QUINTIC, muon_scale, shampoo_scale
-from mars_hf.arithmetic.orthogonalize import NewtonSchulz, compute_directions, flops
 from mars_hf.distributed import exchange
 from mars_hf.distributed.exchange import Matrix, MatrixPlanner, plan_rounds
 from mars_hf.distributed.tensors import Slice
@@ -305,10 +305,10 @@ def test_split_fused_without_effect():
     ],
 )
 def test_dtype_of_the_iteration(monkeypatch, multiplies, device, dtype, expected):
-    monkeypatch.setattr(orthogonalize_module, "cpu_multiplies_bfloat16", lambda: multiplies)
+    monkeypatch.setattr(directions_module, "cpu_multiplies_bfloat16", lambda: multiplies)
     param = torch.nn.Parameter(torch.ones(4, 3, dtype=dtype, device=device))
     (group,) = mars_hf.Mars([param], mars_type="mars-m").param_groups
-    dtype_of, stated = orthogonalize_module.iteration_dtype, {**group, "ns_dtype": "bfloat16"}
+    dtype_of, stated = directions_module.iteration_dtype, {**group, "ns_dtype": "bfloat16"}
     assert (dtype_of(group, param, param.device), dtype_of(stated, param, param.device)) == (expected, torch.bfloat16)
     if expected == torch.float32:  # CPU offload: a GPU does the work
         assert dtype_of(group, param, torch.device("meta")) == torch.bfloat16
@@ -329,13 +329,13 @@ def test_dtype_of_the_iteration_on_gpus(monkeypatch, capability, hip, expected):
     monkeypatch.setattr(torch.version, "hip", hip)
     param = torch.nn.Parameter(torch.ones(4, 3))
     (group,) = mars_hf.Mars([param], mars_type="mars-m").param_groups
-    assert orthogonalize_module.iteration_dtype(group, param, torch.device("cuda:0")) == expected
+    assert directions_module.iteration_dtype(group, param, torch.device("cuda:0")) == expected
 
 
 @every_type
 @pytest.mark.parametrize("multiplies", [True, False])
 def test_step_takes_the_dtype_of_the_iteration(monkeypatch, mars_type, multiplies):
-    monkeypatch.setattr(orthogonalize_module, "cpu_multiplies_bfloat16", lambda: multiplies)
+    monkeypatch.setattr(directions_module, "cpu_multiplies_bfloat16", lambda: multiplies)
     weights, dtypes = [], ("bfloat16", "float32") if multiplies else ("float32", "bfloat16")
     for ns_dtype in (None, *dtypes):
         param = torch.nn.Parameter(torch.zeros(12, 8))
