@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> None:
         from mars_hf.compare import command
 
         sys.exit(command.main(argv[1:]))
-    options = parser.parse_args(argv)
+    options = parser.parse_args(suggest.with_hyphens(argv))
     if options.command == "run":
         _run(parser, options.script, options.arguments, is_module=options.module)
         return

@@ -20,6 +20,10 @@ _MARS_M = (
     "mars-m with clip_threshold=None keeps one buffer less; the clip showed no gain.",
     "muon is mars-m without the clip and the split of query, key, value: same rates.",
 )
+_SEARCH_UPWARD = (
+    "For fine-tuning no rate of mars-m or muon is recommended. In short runs at 2e-5",
+    "mars-m ended far above AdamW, so search upward (docs/finetuning.md).",
+)
 FINETUNING_BETAS = (0.9, 0.999)  # AdamW's
 
 
@@ -200,6 +204,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--markdown", action="store_true", help="the table of usual rates as Markdown source")
 
 
+def with_hyphens(argv: list[str]) -> list[str]:
+    """Return the command's line with flags as its parser spells them: those of scripts have underscores."""
+    if argv[0] != "suggest":
+        return argv
+    return [word.replace("_", "-") if word.startswith("--") else word for word in argv]
+
+
 def run(options: argparse.Namespace) -> str:
     """Return the command's output; ValueError for a value out of range or a missing one."""
     lr, width = options.adamw_lr, options.width
@@ -213,9 +224,15 @@ def run(options: argparse.Namespace) -> str:
     texts = [_forms(suggest(rule, lr, betas, decay, width=width)) for rule in rules]
     if not options.rule and not width:
         texts.append(f"left out without --width: {', '.join(filter(depends_on_width, MARS_TYPES))}")
-    if "mars-m" in rules:
-        texts.insert(0, "\n".join(_MARS_M))
-    return "\n\n".join(texts)
+    return "\n\n".join([*_notes(rules, is_finetuning=options.finetuning), *texts])
+
+
+def _notes(rules: list[str], *, is_finetuning: bool) -> list[str]:
+    """Return what there is to say of mars-m and muon, as one paragraph, or nothing."""
+    lines = [*_MARS_M] if "mars-m" in rules else []
+    if is_finetuning and ("mars-m" in rules or MUON in rules):
+        lines += _SEARCH_UPWARD
+    return ["\n".join(lines)] if lines else []
 
 
 def _check_ranges(lr: float, betas: tuple[float, float], decay: float, width: int | None) -> None:

@@ -262,6 +262,19 @@ def test_settings_of_finetuning(capsys):
     assert "--weight_decay 0.0825 " in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("rule", ["mars-m", "muon", None])
+def test_unsupported_rates_of_finetuning(capsys, rule):
+    one = ["--rule", rule] if rule else []
+    assert "so search upward (docs/finetuning.md)." in printed(capsys, "--finetuning", *one)
+    assert "search upward" not in printed(capsys, *one)
+
+
+def test_flags_may_have_underscores(capsys):
+    text = printed(capsys, "--adamw-weight-decay", "0.2", "--rule", "mars-m")
+    main(["suggest", "--adamw_lr=3e-4", "--adamw_weight_decay", "0.2", "--rule", "mars_m"])
+    assert capsys.readouterr().out == text
+
+
 @pytest.mark.parametrize(
     ("argv", "part"),
     [
