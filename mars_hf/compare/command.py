@@ -96,7 +96,9 @@ def _compare(options: argparse.Namespace, arguments: list[str]) -> int:
 
         Work(comparison, slots, report).until_done()
         if comparison.metric is not None:
-            print(f"\n{report()}\ncomparison.md, .json and .png are in {output}")
+            is_done = next(comparison.missing(), None) is None
+            go_on = "" if is_done else "; runs are missing, and the same command goes on"
+            print(f"\n{report()}\ncomparison.md, .json and .png are in {output}{go_on}")
     return 0
 
 

@@ -45,7 +45,7 @@ def write(comparison: Comparison, *, has_speeds: bool) -> str:
     texts = [
         f"# {title}",
         plan.about,
-        _list(verdicts) or "No verdict yet: no arm has its seeds.",
+        _list(verdicts) or "No verdict yet: no arm has finished its new seeds.",
         results_table(runs, gaps, baseline, metric, has_speeds=has_speeds),
         "![Learning rates, and differences at the best ones](comparison.png)",
         search_table(searched, rates),

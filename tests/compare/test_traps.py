@@ -324,6 +324,8 @@ def test_interrupted_comparison_goes_on(tmp_path, capsys):
     whole = compare(capsys, path, *words, folder="whole")
     part = compare(capsys, path, *words, "--max_runs", "3")
     assert part.code == 0 and len(list(part.results())) == 3 and "the search has not ended" in part.page
+    assert "No verdict yet: no arm has finished its new seeds." in part.page
+    assert part.out.endswith("; runs are missing, and the same command goes on\n") and whole.out.endswith("whole\n")
     half = next(part.folder.glob("runs/*/*/result.json"))
     state = json.loads(half.read_text())
     half.write_text(json.dumps({**state, "state": "running", "trainings": []}))
