@@ -140,7 +140,7 @@ def _how_to_have_mars(inner: Any, optimizer: Any) -> str:
     return (
         "pass Trainer(optimizers=(mars_hf.create(model, ...), None)), "
         "Trainer(optimizer_cls_and_kwargs=mars_hf.factory(...)), or mars_hf.register() and optim='mars_adamw'; "
-        f"MarsTrainer, with_mars(...) and python -m mars_hf run make MARS if nobody hands them a {type(inner).__name__}"
+        f"MarsTrainer, with_mars(...) and python -m mars_hf run make MARS, unless given a {type(inner).__name__}"
     )
 
 

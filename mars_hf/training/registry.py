@@ -140,9 +140,9 @@ def factory(args: TrainingArguments, **settings: Unpack[FactorySettings]) -> tup
     return MarsFactory(args, checked), {}
 
 
-def _checked(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _checked(settings: Mapping[str, Any], where: str = "mars_hf.factory") -> dict[str, Any]:
     ours = without_torch_keywords(settings)
-    check_names(ours, [*SETTINGS, *PAIR_KEYS, "like"], "mars_hf.factory")
+    check_names(ours, [*SETTINGS, *PAIR_KEYS, "like"], where)
     return check_arguments(ours)
 
 
@@ -332,7 +332,7 @@ def settings_by_name(args: TrainingArguments, mars_kwargs: Mapping[str, Any]) ->
     from_text = parse_optim_args(args.optim_args)
     for name in from_text.keys() & mars_kwargs:
         raise ValueError(f"{name}: given in optim_args={shown(args.optim_args)} and in mars_kwargs; give one")
-    settings = _checked({**from_text, **mars_kwargs})
+    settings = _checked({**from_text, **mars_kwargs}, "mars_kwargs")
     rule = OPTIM_NAMES.get(_optim(args))
     if rule is None:
         return settings

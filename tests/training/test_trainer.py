@@ -114,6 +114,7 @@ def test_another_optimizer_by_name(tmp_path, kind, optim):
             {"lr": 1e-2},
             "set learning_rate=0.01 in TrainingArguments alone",
         ),
+        ({}, {"beta": (0.9, 0.999)}, "mars_kwargs: unknown 'beta'; did you mean 'betas'"),
         ({"optim_args": "gamma=0.1"}, {"gamma": 0.1}, "gamma: given in optim_args='gamma=0.1' and in mars_kwargs"),
         ({"optim": "mars_m"}, {"mars_type": "mars-lion"}, "optim='mars_m' and mars_type 'mars-lion' contradict"),
     ],
