@@ -55,7 +55,8 @@ from mars_hf.step.update import count_steps, note_peaks, update, update_matrices
 _device_of = attrgetter("device")
 # Labels of groups that a model's modules and names give.
 _OF_MODEL = ("left_out", "pattern")
-# By the name of a package: called when a Mars is made while that is imported. Modules above this one fill it in.
+# By the name of a package, what is called whenever a Mars is made, if that package is imported then. Modules above this
+# one fill it in.
 EXTENSIONS: dict[str, Callable[[], Any]] = {}
 
 
@@ -541,7 +542,7 @@ class Mars(torch.optim.Optimizer):
         """Move the parameters of a step that is not refused: factors, moments, directions, update."""
         groups, metrics = self.param_groups, self._metrics
         with shared.held():
-            shared.find_moving(lists)
+            shared.merge_moving(lists)
             norm = set_factors(lists, shared, max_grad_norm, metrics)
             if norm is not None:
                 self.grad_norm.copy_(norm)

@@ -11,25 +11,25 @@ from mars_hf.arithmetic.rules import sum_dtype
 from mars_hf.distributed.norms import all_reduce
 from mars_hf.distributed.tensors import Group
 
-# The sums that all ranks add up, in this order.
+# The sums that all ranks add up, in this order: of parameters, of squares and products, and of elements.
 _SUMS = (
-    "count",
-    "clipped",
-    "compared",
-    "corrected",
-    "gradient",
-    "last",
-    "product",
-    "update",
-    "elements",
-    "lost",
-    "fragile",
+    "params",
+    "clipped",  # parameters
+    "compared",  # parameters with last gradients
+    "corrected",  # <c, c>, as the next three of those compared
+    "gradient",  # <g, g>
+    "last",  # <last, last>
+    "product",  # <g, last>
+    "change",  # square of x_{t+1} - x_t
+    "elements",  # number of those in "change"
+    "lost",  # those of "fragile" that did not move
+    "fragile",  # elements of half-precision parameters that have a gradient
 )
 HERE = object()  # stands for this rank alone; None is the default process group
 
 
 def counted_by(process_group: Group) -> Group:
-    """Return whose sums a list counts in: those of the ranks that hold its shards, or of this rank alone (None)."""
+    """Return whose sums a list counts in: the ranks that hold its shards; `HERE` for whole parameters."""
     return HERE if process_group is None else process_group
 
 
@@ -53,7 +53,7 @@ class StepMetrics:
         self,
         sums: Tensor,
         squares: Tensor,
-        shares: Sequence[float],
+        fractions: Sequence[float],
         clip_threshold: float | None,
         *,
         has_last: bool,
@@ -64,20 +64,19 @@ class StepMetrics:
         Args:
             sums: sums over the pieces, from `rules.sums`.
             squares: squared norm of the whole c_t that each piece belongs to.
-            shares: each piece's fraction of its parameter.
+            fractions: each piece's, of its parameter.
             clip_threshold: the group's threshold; None for no clipping.
-            has_last: whether the bucket has last gradients to compare with.
+            has_last: whether there are last gradients to compare with.
             group: process group that holds the other pieces; by default this rank holds them all.
         """
-        fractions = torch.tensor(shares, dtype=sums.dtype, device="cpu", pin_memory=sums.is_cuda).to(
-            sums.device, non_blocking=True
-        )
-        values = {"count": fractions.sum()}
+        on_host = torch.tensor(fractions, dtype=sums.dtype, device="cpu", pin_memory=sums.is_cuda)
+        weights = on_host.to(sums.device, non_blocking=True)
+        values = {"params": weights.sum()}
         if clip_threshold is not None:
-            values["clipped"] = ((squares > clip_threshold**2) * fractions).sum()
+            values["clipped"] = ((squares > clip_threshold**2) * weights).sum()
         if has_last:
             gg, gl, ll, cc = sums.sum(dim=1).unbind()
-            values |= {"compared": fractions.sum(), "corrected": cc, "gradient": gg, "last": ll, "product": gl}
+            values |= {"compared": weights.sum(), "corrected": cc, "gradient": gg, "last": ll, "product": gl}
         self._accumulate(group, values)
 
     def add_update(self, params: Sequence[Tensor], before: Sequence[Tensor], group: Group = HERE) -> None:
@@ -89,7 +88,7 @@ class StepMetrics:
             squares.append(torch.linalg.vector_norm(change, dtype=sum_dtype(param.device)).square())
         square = torch.stack(squares).sum()
         elements = sum(param.numel() for param in params)
-        self._accumulate(group, {"update": square, "elements": torch.full_like(square, elements)})
+        self._accumulate(group, {"change": square, "elements": torch.full_like(square, elements)})
 
     def add_lost(
         self, params: Sequence[Tensor], before: Sequence[Tensor], gradients: Sequence[Tensor], group: Group = HERE
@@ -120,19 +119,20 @@ class StepMetrics:
             total += all_reduce(sums, group).cpu().double()
         for sums in self._sums.values():
             total += sums.cpu().double()
-        count, clipped, compared, corrected, gradient, last, product, update, elements, lost, fragile = total.tolist()
-        if not count:
+        of = dict(zip(_SUMS, total.tolist(), strict=True))
+        if not of["params"]:
             return {}
         metrics = {
-            "mars/clip_fraction": clipped / count,
-            "mars/update_rms": (update / elements) ** 0.5 if elements else 0.0,
+            "mars/clip_fraction": of["clipped"] / of["params"],
+            "mars/update_rms": (of["change"] / of["elements"]) ** 0.5 if of["elements"] else 0.0,
         }
-        if fragile:
-            metrics["mars/lost_update_fraction"] = lost / fragile
-        if compared:
-            metrics["mars/corrected_norm_ratio"] = (corrected / gradient) ** 0.5 if gradient else 0.0
-            if last:
-                metrics["mars/grad_cosine"] = product / (gradient * last) ** 0.5 if gradient else 0.0
+        if of["fragile"]:
+            metrics["mars/lost_update_fraction"] = of["lost"] / of["fragile"]
+        if of["compared"]:
+            gg, ll = of["gradient"], of["last"]
+            metrics["mars/corrected_norm_ratio"] = (of["corrected"] / gg) ** 0.5 if gg else 0.0
+            if ll:
+                metrics["mars/grad_cosine"] = of["product"] / (gg * ll) ** 0.5 if gg else 0.0
         return metrics
 
     def _accumulate(self, group: Group, values: Mapping[str, Tensor]) -> None:

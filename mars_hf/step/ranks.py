@@ -303,7 +303,7 @@ class SharedStep:
         return param in self.specs or is_dtensor(param) or not self._ranks.shards.is_whole(param)
 
     def add(self, lists: Sequence[TensorList], rows: slice) -> None:
-        """Add some rows of this rank's sums over shards, and what moves of those."""
+        """Add some rows of this rank's sums over shards, and their flags of what moves."""
         for tensors in lists:
             if self.sums is None or tensors.process_group is None:
                 continue
@@ -319,8 +319,8 @@ class SharedStep:
         self._ranks.remember(self._groups, self._settings)
         self._ranks.compared, self._ranks.have_shared = self._process_group, self.sums is not None
 
-    def find_moving(self, lists: Sequence[TensorList]) -> None:
-        """Make flags of whole parameters of those of shards."""
+    def merge_moving(self, lists: Sequence[TensorList]) -> None:
+        """Replace the flags of shards by those of whole parameters, which `reduce` has added up."""
         for tensors in lists:
             if self.sums is not None and tensors.process_group is not None and tensors.moving:
                 flags = self.sums.select_moving(tensors.process_group, self._units_of(tensors))

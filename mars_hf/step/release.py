@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from mars_hf.distributed.tensors import is_dtensor
 
@@ -38,6 +39,7 @@ class GradientRelease:
         self._optimizer = weakref.ref(optimizer)  # parameters that outlive it keep their hooks
         self._step = weakref.WeakMethod(step)
         self._stepped: set[Tensor] = set()
+        self._hooked = WeakTensorKeyDictionary()  # its keys; a mark on a parameter would be saved with the model
         self._hook()
 
     def finish(self) -> bool:
@@ -70,10 +72,10 @@ class GradientRelease:
         """Hook the parameters without a hook; return whether there are any."""
         has_new = False
         for param in self._params():
-            if getattr(param, "mars_release", None) is self:
+            if param in self._hooked:
                 continue
             param.register_post_accumulate_grad_hook(self._on_gradient)
-            param.mars_release = self  # type: ignore[attr-defined]
+            self._hooked[param] = True
             has_new = True
         return has_new
 

@@ -100,7 +100,7 @@ def rows_to_reduce(max_grad_norm: float | None) -> slice:
 def find_moving(lists: Sequence[TensorList]) -> None:
     """Find what has a gradient other than zero, under rules that orthogonalize: what has not rests.
 
-    `SharedStep.find_moving` makes flags of whole parameters of those of shards.
+    `SharedStep.merge_moving` replaces the flags of shards by those of whole parameters.
     """
     for tensors in lists:
         if tensors.rule.orthogonalizes:

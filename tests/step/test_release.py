@@ -149,3 +149,11 @@ def test_release_gradients_in_trainers(own, tmp_path):
         (mars_trainer if own else trainer)(args, model, **given).train()
         ends.append(model.state_dict())
     assert equal(*ends)
+
+
+def test_hooked_models_can_be_saved(tmp_path):
+    model = torch.nn.Linear(3, 3)
+    mars_hf.create(model, lr=1e-3, release_gradients=True)
+    torch.save(model, tmp_path / "model.pt")
+    loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+    assert torch.equal(loaded.weight, model.weight)
