@@ -39,9 +39,9 @@ COMPARE = "mars_hf/compare"
 ROOMS = {
     "mars_hf": (63, 15_300),  # `suggest` as a table of the terminal
     COMPARE: (20, 2_750),
-    "recipes": (29, 4_350),
+    "recipes": (27, 3_900),
     "tests": (126, 30_900),
-    "benchmarks": (12, 2_700),
+    "benchmarks": (14, 3_100),
 }
 MOST_SETTINGS, MOST_PUBLIC_NAMES = 32, 9
 # Files that one step enters.

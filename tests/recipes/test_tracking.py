@@ -13,11 +13,11 @@ from types import SimpleNamespace
 import measure_tracking
 import pytest
 import torch
+import tracking
 from helpers import gpt2, refused
-from pretraining import tracking
-from pretraining.tracking import Moment, ShadowMoments, TrackingProbe, grid
 from test_pretrain_gpt2 import TINY, equal_weights, run
 from torch import nn
+from tracking import Moment, ShadowMoments, TrackingProbe, grid
 from transformers import TrainerControl, TrainerState, default_data_collator
 
 import mars_hf

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Measure, along a run of pretrain_gpt2.py, which first moment tracks the true gradient best.
 
-    python recipes/measure_tracking.py --output_dir runs/tracking                       # the default job
-    python recipes/measure_tracking.py --output_dir runs/tracking --optimizer adamw --max_steps 200
-    python recipes/measure_tracking.py --output_dir runs/mine --data_dir data/mine --config gpt2-small --every 500
+    python benchmarks/measure_tracking.py --output_dir runs/tracking                       # the default job
+    python benchmarks/measure_tracking.py --output_dir runs/tracking --optimizer adamw --max_steps 200
+    python benchmarks/measure_tracking.py --output_dir runs/mine --data_dir data/mine --config gpt2-small --every 500
 
 Any argument of pretrain_gpt2.py may follow. The run is the one without the measurement; it takes about four times as
 long. The table and every number go to tracking.md and .json in the output folder.
@@ -11,20 +11,24 @@ long. The table and every number go to tracking.md and .json in the output folde
 
 from __future__ import annotations
 
-from pretraining.run import errors
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "recipes"))
+from pretraining.run import errors  # needs the line above
 
 if __name__ == "__main__":
     errors.run("measure_tracking")  # above the imports that take seconds: it watches the launcher
 
 import argparse
 import os
-from pathlib import Path
 from typing import Any
 
 import pretrain_gpt2
-from pretraining import files, tracking
+import tracking
+from pretraining import files
 from pretraining.run import arguments
-from pretraining.tracking import TrackingProbe
+from tracking import TrackingProbe
 from transformers import Trainer
 
 
