@@ -38,7 +38,7 @@ ROOT = PACKAGE.parent
 COMPARE = "mars_hf/compare"
 ROOMS = {
     "mars_hf": (63, 15_300),  # `suggest` as a table of the terminal
-    COMPARE: (20, 2_750),
+    COMPARE: (17, 2_600),
     "recipes": (27, 3_900),
     "tests": (126, 30_900),
     "benchmarks": (14, 3_100),

@@ -14,6 +14,7 @@ from transformers.training_args import OptimizerNames, TrainingArguments
 from mars_hf.compare.order import Order
 
 EVALUATIONS = 5  # in a training that has none
+_SILENT = ("output_dir", "push_to_hub", "save_strategy")  # of no interest on the page
 
 
 class Refused(ValueError):
@@ -30,22 +31,18 @@ def apply_again(order: Order, args: TrainingArguments) -> list[str]:
     """Change what a script has set after it made its TrainingArguments, and return a line about each."""
     notes = []
     for name, value in changes(order, args).items():
-        there = plain(getattr(args, name))
-        if there == value or str(there) == str(value) or name in ("report_to", "disable_tqdm"):
+        there = getattr(args, name)
+        if str(plain(there)) == str(value) or name in ("report_to", "disable_tqdm"):
             continue
-        if name not in ("output_dir", "push_to_hub", "save_strategy"):
-            notes.append(
-                f"the script set {name}={there!r} in its TrainingArguments afterwards; it was set to {value!r}"
-            )
-        _set_made(args, name, value)
+        if name not in _SILENT:
+            said = f"the script set {name}={plain(there)!r} in its TrainingArguments afterwards"
+            notes.append(f"{said}; it was set to {value!r}")
+        if name == "optim":
+            value = OptimizerNames(value)
+        elif isinstance(there, Enum):
+            value = type(there)(value)
+        setattr(args, name, value)
     return notes
-
-
-def apply_arm(order: Order, args: TrainingArguments) -> None:
-    """Change the arguments of the one training that is compared (`--training`), when it begins."""
-    for name, value in order.arm.items():
-        _check_known(args, name)
-        _set_made(args, name, value)
 
 
 def changes(order: Order, args: TrainingArguments) -> dict[str, Any]:
@@ -54,19 +51,13 @@ def changes(order: Order, args: TrainingArguments) -> dict[str, Any]:
     Raises:
         Refused: a name that they do not have.
     """
-    found: dict[str, Any] = {
-        "output_dir": str(Path(order.folder) / "output"),
-        "report_to": "none",
-        "push_to_hub": False,
-        "disable_tqdm": True,
-    }
-    if not order.saves:  # checkpoints of many runs fill a disk
-        found |= {"save_total_limit": 1} if args.load_best_model_at_end else {"save_strategy": "no"}
-    found |= order.shared
-    if order.training is None:
-        found |= order.arm
+    # Checkpoints of many runs fill a disk.
+    saving = {"save_total_limit": 1} if args.load_best_model_at_end else {"save_strategy": "no"}
+    own = {"output_dir": str(Path(order.folder) / "output"), "report_to": "none", "push_to_hub": False}
+    found = {**own, "disable_tqdm": True, **saving, **order.shared, **order.arm}
     for name in found:
-        _check_known(args, name)
+        if not hasattr(args, name):
+            raise Refused(f"--set {name}: {type(args).__name__}, the script's TrainingArguments, has no such field")
     return found
 
 
@@ -92,18 +83,3 @@ def plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(name): plain(each) for name, each in value.items()}
     return str(value)
-
-
-def _check_known(args: TrainingArguments, name: str) -> None:
-    if not hasattr(args, name):
-        raise Refused(f"--set {name}: {type(args).__name__}, the script's TrainingArguments, has no such field")
-
-
-def _set_made(args: TrainingArguments, name: str, value: Any) -> None:
-    """Set a field of TrainingArguments that have checked themselves, as an enum where they have one."""
-    kind = type(getattr(args, name))
-    if name == "optim":
-        value = OptimizerNames(value)
-    elif issubclass(kind, Enum):
-        value = kind(value)
-    setattr(args, name, value)

@@ -19,22 +19,23 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import psutil
 import transformers
 import transformers.trainer
 from transformers.trainer import Trainer
-from transformers.trainer_utils import get_last_checkpoint
 from transformers.training_args import TrainingArguments
 
 from mars_hf.compare import arguments, files
 from mars_hf.compare.arguments import Refused
-from mars_hf.compare.no_uploads import refuse_uploads
 from mars_hf.compare.order import VARIABLE, Order
 from mars_hf.compare.recorder import NonFiniteLosses, Recorder
 from mars_hf.training.nonfinite import NonFiniteCallback, NonFiniteError
 from mars_hf.training.trainer import MarsTrainer  # registers MARS's names
 
 _WRITE_EVERY = 5.0  # seconds
+# Parts of the addresses by which huggingface_hub makes repositories and commits, and asks where to put large files.
+_WRITING = ("/api/repos/", "/preupload/", "/commit/", "/branch/", "/tag/", "/lfs/objects/batch", "/xet-write-token/")
 
 
 class Child:
@@ -54,12 +55,18 @@ class Child:
             "seconds": 0.0,
             "order": order.what_trains(),
             "notes": [],
-            "trainings": [],
+            "training": {},
         }
-        self.trainer: Trainer | None = None  # the one that trained last
+        self.trainer: Trainer | None = None  # the one that trained
         self._refusal = ""
         self._written = 0.0
         self._is_first_rank = int(os.environ.get("RANK", "0")) == 0
+
+    @property
+    def training(self) -> dict[str, Any]:
+        """Return the record of the training; {} before it begins."""
+        found: dict[str, Any] = self.result["training"]
+        return found
 
     def note(self, text: str) -> None:
         """Add a line that belongs on the page, once."""
@@ -70,41 +77,32 @@ class Child:
 
     def before_trainer(self, given: dict[str, Any]) -> None:
         """Look at what a Trainer is made of: its optimizer must be the arm's, and it should evaluate."""
-        args = given.get("args")
-        optimizer = (given.get("optimizers") or (None, None))[0]
+        args, (optimizer, *_) = given.get("args"), given.get("optimizers") or (None,)
         if optimizer is not None and "optim" in self.order.arm:
             raise Refused(
                 f"the script makes its own optimizer, {type(optimizer).__name__}, and hands it to its Trainer: no "
                 "other can be compared there; leave optimizers=... out of the script"
             )
-        if args is None:
-            return
-        for line in arguments.apply_again(self.order, args):
-            self.note(line)
-        if given.get("eval_dataset") is not None:
-            self.note(arguments.evaluate_in_training(self.order, args))
+        if args is not None:
+            for line in arguments.apply_again(self.order, args):
+                self.note(line)
+            if given.get("eval_dataset") is not None:
+                self.note(arguments.evaluate_in_training(self.order, args))
 
     def after_trainer(self, trainer: Trainer) -> None:
         """Follow a Trainer."""
-        trainer.add_callback(Recorder(trainer, self.order, self.result["trainings"], self.write))
+        trainer.add_callback(Recorder(trainer, self.order, self.training, self.write))
         if not _callbacks(trainer, NonFiniteCallback):
             trainer.add_callback(NonFiniteLosses())
 
-    def before_training(self, trainer: Trainer, resume_from: Any) -> Any:
-        """Set the arm where one of several trainings is compared; return the checkpoint to resume from."""
-        number = len(self.result["trainings"]) + 1
-        self.trainer = trainer
-        if self.order.training is None and number > 1:
+    def before_training(self, trainer: Trainer) -> None:
+        """Refuse a second training: arms would differ in both."""
+        if self.training:
             raise Refused(
-                f"the script trains more than once, {self.result['trainings'][0]['steps']} steps the first time, and "
-                "the arms would differ in all of them: choose one with --training 1 or --training 2, ..."
+                f"the script trains more than once, {self.training['steps']} steps the first time, and the arms would "
+                "differ in all of them: let it train once"
             )
-        if self.order.training == number:
-            arguments.apply_arm(self.order, trainer.args)
-        output = Path(self.order.folder) / "output"
-        if resume_from or not self.order.saves or number > 1 or not output.is_dir():
-            return resume_from
-        return get_last_checkpoint(str(output))
+        self.trainer = trainer
 
     # --- result -------------------------------------------------------------------------------------------------------
 
@@ -125,8 +123,7 @@ class Child:
                 yield
                 self._end_of_script(None)
             except NonFiniteError as error:
-                is_it = len(self.result["trainings"]) == (self.order.training or 1)
-                self._end("diverged" if is_it else "failed", str(error))
+                self._end("diverged", str(error))
                 raise SystemExit(3) from error
             except SystemExit as exit_:
                 self._end_of_script(exit_.code)
@@ -138,25 +135,31 @@ class Child:
     def _end_of_script(self, code: Any) -> None:
         if code not in (0, None):
             self._fail(f"the script ended with {code!r}")
-            return
-        self._evaluate_at_end()
-        message = self._missing_training()
-        self._end("failed" if message else self._state_of_training(), message)
+        elif not self.training:
+            self._end(
+                "failed",
+                "no transformers.Trainer has trained: a script with a loop of its own (accelerate, no_trainer) cannot "
+                "be compared; others may need --do_train",
+            )
+        elif not self.training["ended"]:
+            self._end("failed", "the training did not end")
+        else:
+            self._evaluate_at_end()
+            self._end(self._state_of_training(), "")
 
     def _fail(self, message: str) -> None:
         """End a run that failed; it counts if training had ended, and an evaluation of what can be evaluated."""
-        is_over = not self._missing_training() and not self._refusal
         evaluates = self.order.evaluates and getattr(self.trainer, "eval_dataset", None) is not None
-        if is_over and (self.result["trainings"][-1]["evaluations"] or not evaluates):
+        is_over = self.training.get("ended") and (self.training["evaluations"] or not evaluates)
+        if is_over and not self._refusal:
             self.note(f"the script failed after training: {_one_line(message)}")
             self._end(self._state_of_training(), "")
         else:
             self._end("failed", message)
 
     def _state_of_training(self) -> str:
-        """Return how the training that is compared ended: some metrics are finite without a finite weight."""
-        losses = self.result["trainings"][(self.order.training or 1) - 1]["losses"]
-        return "complete" if all(map(math.isfinite, losses[-1:])) else "diverged"
+        """Return how the training ended: some metrics are finite without a finite weight."""
+        return "complete" if all(map(math.isfinite, self.training["losses"][-1:])) else "diverged"
 
     def _end(self, state: str, message: str) -> None:
         seconds = time.time() - psutil.Process().create_time()  # imports are part of what a run costs
@@ -168,29 +171,14 @@ class Child:
         """Keep a refusal: a script may catch the error."""
         self._refusal = self._refusal or _one_line(str(error))
 
-    def _missing_training(self) -> str:
-        """Return why there is no training to compare, or ""."""
-        trainings, asked = self.result["trainings"], self.order.training or 1
-        if not trainings:
-            return (
-                "no transformers.Trainer has trained: a script with a loop of its own (accelerate, no_trainer) cannot "
-                "be compared; others may need --do_train"
-            )
-        if asked > len(trainings):
-            return f"--training {asked}: the script trains {len(trainings)} times"
-        return "" if trainings[asked - 1]["ended"] else "the training did not end"
-
     def _evaluate_at_end(self) -> None:
         """Evaluate where the script has an eval_dataset and has not done so since training ended."""
-        trainer, trainings = self.trainer, self.result["trainings"]
-        if trainer is None or getattr(trainer, "eval_dataset", None) is None or not trainings:
+        can = self.order.evaluates and getattr(self.trainer, "eval_dataset", None) is not None
+        if not can or any(one["step"] >= self.training["steps"] for one in self.training["evaluations"]):
             return
-        last = trainings[-1]
-        is_other = self.order.training not in (None, len(trainings))
-        if is_other or not self.order.evaluates or any(one["step"] >= last["steps"] for one in last["evaluations"]):
-            return
+        assert self.trainer is not None
         try:
-            trainer.evaluate()
+            self.trainer.evaluate()
         except Exception as error:  # the script may have merged or moved its model
             self.note(f"no evaluation at the end: {type(error).__name__}: {_one_line(str(error))}")
 
@@ -201,9 +189,16 @@ def install(child: Child) -> None:
     if order.with_mars:
         transformers.Trainer = transformers.trainer.Trainer = MarsTrainer  # type: ignore[misc]
     transformers.set_seed(order.shared["seed"])  # for scripts that make a model before any set_seed
+    post_init, init, train, step = (
+        TrainingArguments.__post_init__,
+        Trainer.__init__,
+        Trainer.train,
+        Trainer.training_step,
+    )
+    signature = inspect.signature(init)
 
-    def refusing(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
+    def refusing(function: Callable[..., Any], original: Callable[..., Any]) -> Any:
+        @functools.wraps(original)
         def calling(*args: Any, **kwargs: Any) -> Any:
             try:
                 return function(*args, **kwargs)
@@ -213,28 +208,18 @@ def install(child: Child) -> None:
 
         return calling
 
-    post_init, init, train, step = (
-        TrainingArguments.__post_init__,
-        Trainer.__init__,
-        Trainer.train,
-        Trainer.training_step,
-    )
-    signature = inspect.signature(init)
-
-    @functools.wraps(post_init)
     def checked_arguments(self: Any, *args: Any, **kwargs: Any) -> None:
         arguments.apply(order, self)
         post_init(self, *args, **kwargs)
 
-    @functools.wraps(init)
     def followed_init(self: Any, *args: Any, **kwargs: Any) -> None:
         child.before_trainer(signature.bind(self, *args, **kwargs).arguments)
         init(self, *args, **kwargs)
         child.after_trainer(self)
 
-    @functools.wraps(train)
-    def counted_train(self: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        return train(self, child.before_training(self, resume_from_checkpoint), *args, **kwargs)
+    def counted_train(self: Any, *args: Any, **kwargs: Any) -> Any:
+        child.before_training(self)
+        return train(self, *args, **kwargs)
 
     @functools.wraps(step)
     def heard_step(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -248,11 +233,35 @@ def install(child: Child) -> None:
             callback.watch("loss", loss)
         return loss
 
-    TrainingArguments.__post_init__ = refusing(checked_arguments)  # type: ignore[method-assign]
-    Trainer.__init__ = refusing(followed_init)  # type: ignore[method-assign]
-    Trainer.train = refusing(counted_train)  # type: ignore[method-assign]
+    TrainingArguments.__post_init__ = refusing(checked_arguments, post_init)  # type: ignore[method-assign]
+    Trainer.__init__ = refusing(followed_init, init)  # type: ignore[method-assign]
+    Trainer.train = refusing(counted_train, train)  # type: ignore[method-assign]
     Trainer.training_step = heard_step  # type: ignore[method-assign]
     refuse_uploads(child.note)
+
+
+def refuse_uploads(note: Callable[[str], None]) -> None:
+    """Refuse every request that would write to the Hub, for nobody asked for these models; `note` hears of it."""
+
+    def refuse(request: Any) -> None:
+        url = str(request.url)
+        writes = request.method not in ("GET", "HEAD") or "/xet-write-token/" in url
+        if writes and any(part in url for part in _WRITING):
+            note("the script would have uploaded to the Hub; nothing was")
+            raise RuntimeError("python -m mars_hf compare uploads nothing")
+
+    def push_nothing(self: Trainer, *args: Any, **kwargs: Any) -> None:
+        note("the script would have uploaded to the Hub; nothing was")
+
+    # Functions of huggingface_hub are imported by name in many places, so the session that all of them share refuses;
+    # it is made anew after a fork, or an error.
+    session = huggingface_hub.get_session()
+    hooks = {**session.event_hooks, "request": [refuse, *session.event_hooks.get("request", [])]}
+    make: Any = type(session)
+    huggingface_hub.set_client_factory(
+        lambda: make(event_hooks=hooks, follow_redirects=session.follow_redirects, timeout=session.timeout)
+    )
+    Trainer.push_to_hub = push_nothing  # type: ignore[method-assign,assignment]
 
 
 def main(argv: list[str]) -> None:

@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
 
 
 def _compare(options: argparse.Namespace, arguments: list[str]) -> int:
-    from mars_hf.compare import files, page, runs
+    from mars_hf.compare import files, page
     from mars_hf.compare.comparison import Comparison
     from mars_hf.compare.order import Order
     from mars_hf.compare.work import Slots, Work
@@ -76,18 +76,16 @@ def _compare(options: argparse.Namespace, arguments: list[str]) -> int:
     if not options.module and not os.path.isfile(options.script):
         raise ValueError(f"no such script: {options.script!r} (give a path, or -m MODULE)")
     jobs = max(1, len(options.gpus)) if options.jobs is None else options.jobs
-    if jobs < 1 or (options.training is not None and options.training < 1):
-        raise ValueError("--jobs and --training: give 1 or more")
-    launcher = shlex.split(options.launcher)
-    template = Order(options.script, options.module, arguments, launcher, training=options.training, saves=options.save)
-    output = Path(options.output_dir).resolve()
-    slots = Slots(jobs, options.gpus, options.max_runs, options.keep_outputs)
+    if jobs < 1:
+        raise ValueError("--jobs: give 1 or more")
+    template = Order(options.script, options.module, arguments, shlex.split(options.launcher))
+    output, slots = Path(options.output_dir).resolve(), Slots(jobs, options.gpus, options.max_runs)
     with files.locked(output, "compares"):
         output.mkdir(parents=True, exist_ok=True)
         comparison = Comparison(plan, template, output, options.metric, options.greater_is_better)
         if options.dry_run:
             for run in itertools.islice(comparison.missing(), 1000):
-                print(runs.shell_line(run))
+                print(run.shell_line)
             return 0
         print(_announcement(comparison))
 
@@ -156,7 +154,6 @@ def parser() -> argparse.ArgumentParser:
     about = "of the evaluations; default: the script's metric_for_best_model, or eval_loss; loss: that of training"
     add("--metric", metavar="NAME", help=about)
     add("--greater_is_better", action="store_true", help="of --metric")
-    add("--training", type=int, metavar="N", help="which training of a script that trains several times, from 1")
 
     add = found.add_argument_group("how sure, and how long").add_argument
     add("--seeds", type=int, metavar="COUNT", help="new seeds at the best rates; default: 3")
@@ -169,7 +166,5 @@ def parser() -> argparse.ArgumentParser:
     add("--launcher", default="", metavar="WORDS", help="what starts a module: 'accelerate launch -m'")
     add("--jobs", type=int, metavar="COUNT", help="runs at a time; default: one, or one for each of --gpus")
     add("--gpus", nargs="+", default=[], metavar="IDS", help="CUDA_VISIBLE_DEVICES of each job; 0,1 gives a job two")
-    add("--save", action="store_true", help="leave the script's checkpoints on: interrupted runs resume from them")
-    add("--keep_outputs", action="store_true", help="keep the output folders of finished runs")
     add("--dry_run", action="store_true", help="print the commands that can run now, for a cluster, and run nothing")
     return found

@@ -42,9 +42,9 @@ class Metric:
             rows = [row for row in training["evaluations"] if self.name in row]
             return [(row["step"], _number(row[self.name])) for row in rows]
         losses = [_number(loss) for loss in training["losses"]]
-        size, first = max(1, len(losses) // 20), training["resumed_at"]
+        size = max(1, len(losses) // 20)
         starts = range(0, len(losses) - size + 1, size)
-        return [(first + start + size, statistics.fmean(losses[start : start + size])) for start in starts]
+        return [(start + size, statistics.fmean(losses[start : start + size])) for start in starts]
 
     def value(self, training: Mapping[str, Any]) -> float | None:
         """Return the metric of a training; None where it has none."""

@@ -24,10 +24,8 @@ class Order:
         shared: values of TrainingArguments that all arms have, the seed among them.
         arm: those that make the arm: optimizer, learning rate, decay, betas.
         with_mars: whether Trainer becomes MarsTrainer, as under `python -m mars_hf run`.
-        training: which of the script's trainings is compared, counted from 1; None: its only one.
         is_searched: whether the learning rate must reach the optimizer.
         evaluates: False where nobody asks for an evaluation, because the training loss is compared.
-        saves: whether the script keeps its checkpoints, and resumes from them.
     """
 
     script: str
@@ -38,22 +36,24 @@ class Order:
     shared: Mapping[str, Any] = field(default_factory=dict)
     arm: Mapping[str, Any] = field(default_factory=dict)
     with_mars: bool = False
-    training: int | None = None
     is_searched: bool = True
     evaluates: bool = True
-    saves: bool = False
+
+    @property
+    def command(self) -> list[str]:
+        """Return what follows `python` where the script runs alone."""
+        return [*(["-m"] if self.is_module else []), self.script, *self.arguments]
+
+    def text(self) -> str:
+        """Return the order as a line of JSON."""
+        return json.dumps(dataclasses.asdict(self))
 
     @classmethod
     def read(cls, text: str) -> Order:
         """Return what `text` wrote."""
         return cls(**json.loads(text))
 
-    def text(self) -> str:
-        """Return the order as a line of JSON."""
-        return json.dumps(dataclasses.asdict(self))
-
     def what_trains(self) -> dict[str, Any]:
         """Return all that decides a run's numbers: a finished run with another is not this run."""
-        names = ("script", "is_module", "arguments", "launcher", "shared", "arm", "with_mars", "training")
         whole = json.loads(self.text())
-        return {name: whole[name] for name in names}
+        return {name: value for name, value in whole.items() if name not in ("folder", "is_searched", "evaluates")}

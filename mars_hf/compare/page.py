@@ -20,8 +20,6 @@ from mars_hf.compare.comparison import Comparison
 from mars_hf.compare.differences import Difference, FinishedRun
 from mars_hf.compare.metric import Metric
 from mars_hf.compare.picture import Searched
-from mars_hf.compare.plan import Arm
-from mars_hf.compare.runs import Run
 from mars_hf.compare.verdict import count, doubts, median, verdict
 
 
@@ -35,13 +33,13 @@ def write(comparison: Comparison, *, has_speeds: bool) -> str:
     metric, plan = comparison.metric, comparison.plan
     assert metric is not None
     baseline, runs = plan.baseline.name, comparison.compared()
-    searched = {arm.name: by_rate for arm in plan.arms if (by_rate := _searched(comparison, arm))}
-    best = _best_runs(comparison)
+    searched = {arm.name: by_rate for arm in plan.arms if (by_rate := comparison.searched(arm))}
+    best = comparison.best_runs()
     rates = {name: run.rate for name, run in best.items()}
     gaps = differences.differences(runs, baseline, plan.pairs)
     verdicts = [verdict(gap, runs, metric, was_searched=comparison.searches, has_speeds=has_speeds) for gap in gaps]
     remarks = [*comparison.remarks(), *doubts(runs), *([] if has_speeds else ["Runs shared a device: no speeds."])]
-    machine, title = describe_machine(), _title(comparison)
+    machine, title, command = describe_machine(), _title(comparison), shlex.join(comparison.template.command)
     texts = [
         f"# {title}",
         plan.about,
@@ -50,13 +48,13 @@ def write(comparison: Comparison, *, has_speeds: bool) -> str:
         "![Learning rates, and differences at the best ones](comparison.png)",
         search_table(searched, rates),
         _list(remarks),
-        f"`{_command(comparison)}`",
+        f"`{command}`",
         f"{machine['cpu']}, {machine['cores']} cores, accelerator: {machine['accelerator']}; torch {machine['torch']}, "
         f"transformers {machine['transformers']}, mars_hf {machine['mars_hf']}.",
     ]
     numbers = {
         "machine": machine,
-        "command": _command(comparison),
+        "command": command,
         "set": dict(plan.set),
         "metric": dataclasses.asdict(metric),
         "arms": {name: {**run.order.arm, "arguments": list(run.order.arguments)} for name, run in best.items()},
@@ -75,11 +73,6 @@ def write(comparison: Comparison, *, has_speeds: bool) -> str:
     files.write_text(comparison.output / "comparison.md", page)
     files.write_json(comparison.output / "comparison.json", numbers)
     return page
-
-
-def _searched(comparison: Comparison, arm: Arm) -> dict[float, list[float]]:
-    """Return the runs of an arm's search; none where it has not begun."""
-    return comparison.searched(arm) if comparison.has_begun(arm) else {}
 
 
 def _list(lines: Sequence[str]) -> str:
@@ -101,18 +94,24 @@ def results_table(
 
 def _result(members: Sequence[FinishedRun], gap: Difference | None, has_speeds: bool) -> list[str]:
     """Return an arm's row of the table; the baseline has no gap."""
+    finite = [run.value for run in members if math.isfinite(run.value)]
+    values = f"{len(members) - len(finite)} of {len(members)} diverged"
+    if len(finite) == len(members):
+        values = f"{statistics.fmean(finite):.4f} ({min(finite):.4f}-{max(finite):.4f})"
+    against = ["", ""] if gap is None else [_with_interval(gap), "yes" if gap.is_shown else "no"]
     seconds = median(run.seconds_per_step for run in members) if has_speeds else math.nan
     memory = median(run.memory for run in members)
-    against = ["", ""] if gap is None else [_with_interval(gap), "yes" if gap.is_shown else "no"]
-    return [
-        members[0].arm,
-        f"{members[0].rate:.3g}",
-        _values(members),
-        str(len(members)),
-        *against,
+    costs = [
         f"{seconds:.3g}" if math.isfinite(seconds) else "",
         f"{memory / 2**20:,.0f} MiB" if math.isfinite(memory) else "",
     ]
+    return [members[0].arm, f"{members[0].rate:.3g}", values, str(len(members)), *against, *costs]
+
+
+def _with_interval(gap: Difference) -> str:
+    if not math.isfinite(gap.mean):
+        return "diverged"
+    return f"{gap.mean:+.4f} " + (f"± {gap.half:.2g}" if math.isfinite(gap.half) else "(one seed)")
 
 
 def search_table(searched: Searched, best_rates: Mapping[str, float]) -> str:
@@ -154,36 +153,8 @@ def describe_machine() -> dict[str, str | int]:
     }
 
 
-def _best_runs(comparison: Comparison) -> dict[str, Run]:
-    """Return a run at the best rate of each arm whose search has ended."""
-    seed, arms = comparison.plan.seeds[0], comparison.plan.arms
-    found = {arm.name: comparison.final_run(arm, seed) for arm in arms if comparison.has_begun(arm)}
-    return {name: run for name, run in found.items() if run is not None}
-
-
 def _title(comparison: Comparison) -> str:
-    script = Path(comparison.template.script).name
-    others = ", ".join(arm.name for arm in comparison.plan.arms[1:])
+    first, *others = (arm.name for arm in comparison.plan.arms)
+    steps = comparison.first_run().result["training"]["steps"]
     seeds = count(len(comparison.plan.seeds), "new seed")
-    return f"{others} against {comparison.plan.baseline.name} on {script}{comparison.steps_text}, {seeds}"
-
-
-def _command(comparison: Comparison) -> str:
-    order = comparison.template
-    module = ["-m"] if order.is_module else []
-    return shlex.join([*module, order.script, *order.arguments])
-
-
-def _values(members: Sequence[FinishedRun]) -> str:
-    """Return the mean of an arm's runs, with the lowest and highest."""
-    finite = [run.value for run in members if math.isfinite(run.value)]
-    lost = len(members) - len(finite)
-    if lost:
-        return f"{lost} of {len(members)} diverged"
-    return f"{statistics.fmean(finite):.4f} ({min(finite):.4f}-{max(finite):.4f})"
-
-
-def _with_interval(gap: Difference) -> str:
-    if not math.isfinite(gap.mean):
-        return "diverged"
-    return f"{gap.mean:+.4f} " + (f"± {gap.half:.2g}" if math.isfinite(gap.half) else "(one seed)")
+    return f"{', '.join(others)} against {first} on {Path(comparison.template.script).name}, {steps} steps, {seeds}"

@@ -1,4 +1,4 @@
-"""In the process of a run: record one Trainer's trainings, without changing them."""
+"""In the process of a run: record its training, without changing it."""
 
 from __future__ import annotations
 
@@ -35,33 +35,31 @@ class NonFiniteLosses(NonFiniteCallback):
 
 
 class Recorder(TrainerCallback):
-    """Record the trainings of one Trainer as rows of result.json; each call of `train` is one.
+    """Record the training of one Trainer.
 
     Args:
         trainer: it is a callback of.
         order: of the run.
-        rows: of all Trainers of the script; this one adds its own.
+        row: of result.json, to fill; it is empty until a training begins.
         write: write result.json, now or when it is due.
     """
 
-    def __init__(self, trainer: Trainer, order: Order, rows: list[Row], write: Callable[[bool], None]) -> None:
+    def __init__(self, trainer: Trainer, order: Order, row: Row, write: Callable[[bool], None]) -> None:
         """Record nothing yet."""
-        self.trainer, self.order, self.rows, self.write = trainer, order, rows, write
-        self.row: Row | None = None
+        self.trainer, self.order, self.row, self.write = trainer, order, row, write
+        self._trains = False  # another Trainer of the script may
         self._step_loss: Tensor | None = None
         self._losses: list[Tensor] = []
+        self._done = 0  # steps
         self._first_step_end = self._evaluating = 0.0
 
     def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
-        """Begin a row, if the optimizer is the one asked for."""
+        """Begin, if the optimizer is the one asked for; a training begins anew with auto_find_batch_size."""
         inner, model = unwrap_optimizer(optimizer), kwargs["model"]
-        if self.row is not None and not self.row["ended"]:  # begun anew with a smaller batch (auto_find_batch_size)
-            self.rows.remove(self.row)
-        if self.order.training in (None, len(self.rows) + 1):
-            self._check_optimizer(inner, args)
-            self._check_rate(inner, args)
+        self._check_optimizer(inner, args)
+        self._check_rate(inner, args)
         trainable = [param for param in model.parameters() if param.requires_grad]
-        self.row = {
+        self.row |= {
             "trainer": type(self.trainer).__name__,
             "optimizer": type(inner).__name__,
             "parameters": sum(param.numel() for param in model.parameters()),
@@ -70,17 +68,15 @@ class Recorder(TrainerCallback):
             "arguments": {name: plain(value) for name, value in args.to_dict().items()},
             "weights": _fingerprint([local(param.detach()).float().sum() for param in trainable]),
             "batch": None,
-            "resumed_at": state.global_step,
-            "steps": state.global_step,
+            "steps": 0,
             "seconds_per_step": None,
             "samples_per_step": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,
-            "evaluations": _evaluations(state.log_history),  # of a resumed run
+            "evaluations": [],
             "losses": [],
             "memory": None,
             "ended": False,
         }
-        self.rows.append(self.row)
-        self._losses, self._step_loss = [], None
+        self._trains, self._losses, self._step_loss, self._done = True, [], None, 0
         self.write(True)
 
     def _check_optimizer(self, optimizer: Any, args: Any) -> None:
@@ -115,7 +111,7 @@ class Recorder(TrainerCallback):
 
     def see_batch(self, inputs: Any) -> None:
         """Remember the first batch: arms of one seed must begin with the same."""
-        if self.row is not None and self.row["batch"] is None:
+        if self._trains and self.row["batch"] is None:
             self.row["batch"] = _fingerprint(list(_sums(inputs)))
 
     def add_loss(self, loss: Any) -> None:
@@ -126,60 +122,49 @@ class Recorder(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Count the step, and keep its loss where it is: reading it would wait for the device."""
-        if self.row is None:
-            return
         if self._step_loss is not None:
             self._losses.append(self._step_loss)
             self._step_loss = None
-        self.row["steps"] = state.global_step
-        done, now = state.global_step - self.row["resumed_at"], time.monotonic()
-        if done == 1:  # the first compiles and warms up
+        self.row["steps"], now = state.global_step, time.monotonic()
+        self._done += 1
+        if self._done == 1:  # the first compiles and warms up
             self._first_step_end, self._evaluating = now, 0.0
-        elif done > 1:
-            self.row["seconds_per_step"] = (now - self._first_step_end - self._evaluating) / (done - 1)
+        else:
+            self.row["seconds_per_step"] = (now - self._first_step_end - self._evaluating) / (self._done - 1)
         if len(self._losses) >= _KEPT_ON_DEVICE:
             self._read_losses()
         self.write(False)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
         """Add an evaluation; the script may evaluate after training, too."""
-        if self.row is None or not metrics:
+        if not self._trains or not metrics:
             return
         self._evaluating += sum(value for name, value in metrics.items() if name.endswith("_runtime"))
-        (new,) = _evaluations([{"step": state.global_step, **metrics}]) or [{}]
+        new = {name: float(value) for name, value in metrics.items() if _is_metric(name, value)}
+        if not any(name.startswith("eval_") for name in new):
+            return
         same = [row for row in self.row["evaluations"] if row["step"] == state.global_step]
         if same:  # of another eval_dataset
             same[0].update(new)
-        elif new:
-            self.row["evaluations"].append(new)
+        else:
+            self.row["evaluations"].append({"step": state.global_step, **new})
         self.write(True)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """End the row; evaluations may follow."""
-        if self.row is not None:
-            self._read_losses()
-            memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
-            self.row |= {"ended": True, "memory": memory}
-            self.write(True)
+        self._read_losses()
+        memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else None
+        self.row |= {"ended": True, "memory": memory}
+        self.write(True)
 
     def _read_losses(self) -> None:
-        if self._losses and self.row is not None:
+        if self._losses:
             self.row["losses"] += torch.stack([loss.float().reshape(()) for loss in self._losses]).tolist()
             self._losses = []
 
 
-def _evaluations(history: Sequence[Mapping[str, Any]]) -> list[Row]:
-    """Return step and metrics of each evaluation in a Trainer's history."""
-    rows = []
-    for entry in history:
-        metrics = {name: float(value) for name, value in entry.items() if _is_metric(name, value)}
-        if any(name.startswith("eval_") for name in metrics):
-            rows.append({"step": entry["step"], **metrics})
-    return rows
-
-
 def _is_metric(name: str, value: Any) -> bool:
-    return name != "step" and isinstance(value, (int, float)) and not name.endswith(_NOT_METRICS)
+    return isinstance(value, (int, float)) and not name.endswith(_NOT_METRICS)
 
 
 def _width(model: nn.Module, trainable: Sequence[nn.Parameter]) -> int | None:

@@ -32,13 +32,11 @@ class Slots:
         jobs: runs at a time.
         gpus: CUDA_VISIBLE_DEVICES of each in turn.
         max_runs: runs to start at most; None: all.
-        keep_outputs: whether the script's output folders stay.
     """
 
     jobs: int = 1
     gpus: Sequence[str] = ()
     max_runs: int | None = None
-    keep_outputs: bool = False
 
     @property
     def share_a_device(self) -> bool:
@@ -135,7 +133,7 @@ class Work:
 
     def _take(self, run: Run, code: int, progress: Any) -> None:
         """Look at an ended run, and tell its line."""
-        run.end(code, keep_output=self.slots.keep_outputs)
+        run.end(code)
         is_first = self.comparison.metric is None
         self.comparison.refresh()
         progress.update()
@@ -157,7 +155,7 @@ class Work:
 
     def _estimate(self, first: Run) -> str:
         """Return runs and time of the comparison, from its first run."""
-        seconds = (first.result or {})["seconds"]
+        seconds = first.result["seconds"]
         least, most = count_runs(self.comparison)
         shortest, longest = (_time(seconds * count / self.slots.jobs) for count in (least, most))
         count = str(least) if least == most else f"{least} to {most}"
@@ -198,13 +196,11 @@ def ending_by_signals() -> Iterator[None]:
 
 def _line(comparison: Comparison, run: Run) -> str:
     """Return what a finished run tells: arm, rate, seed, metric, time."""
-    result: Any = run.result
     value = "diverged" + ("; trying half of its rate" if comparison.metric is None else "")
     if comparison.metric is not None:
-        finished = run.finished(comparison.metric)
-        if math.isfinite(finished.value):
-            value = f"{comparison.metric.shown_name} {finished.value:.4f}"
-    return f"{run.arm.name}, {_rate(run)}, seed {run.seed}: {value} ({result['seconds']:.0f} s)"
+        finished = run.finished(comparison.metric).value
+        value = f"{comparison.metric.shown_name} {finished:.4f}" if math.isfinite(finished) else value
+    return f"{run.arm.name}, {_rate(run)}, seed {run.seed}: {value} ({run.result['seconds']:.0f} s)"
 
 
 def _rate(run: Run) -> str:

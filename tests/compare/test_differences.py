@@ -130,8 +130,8 @@ def test_doubts_about_the_pairs():
     found = " ".join(doubts([*base, *other]))
     assert "Not paired: runs of seed 2 began with different weights" in found
     assert "All seeds began with the same first batch" in found
-    resumed = [FinishedRun("b", 0.1, seed, 1.0 + seed) for seed in (1, 2)]  # their first batch is not known
-    assert doubts([*base[:1], *resumed]) == []
+    unknown = [FinishedRun("b", 0.1, seed, 1.0 + seed) for seed in (1, 2)]  # diverged at once
+    assert doubts([*base[:1], *unknown]) == []
 
 
 def test_curves_reach_a_value():

@@ -7,12 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from mars_hf.compare import command, starts
+from mars_hf.compare import command
 from mars_hf.compare.comparison import Comparison
 from mars_hf.compare.metric import Metric, find_metric
 from mars_hf.compare.order import Order
-from mars_hf.compare.plan import Arm, Plan, words
-from mars_hf.compare.starts import Script, arguments_of_arm
+from mars_hf.compare.plan import Arm, Plan, Script, arguments_of_arm, words
 from mars_hf.compare.work import Slots, count_runs
 from mars_hf.groups.settings import parse_optim_args
 from mars_hf.groups.suggest import suggest
@@ -46,7 +45,7 @@ def test_arms_of_text():
         (["--set", "seed=3"], "--set seed: the comparison sets it itself"),
         (["--search_seeds", "42", "2"], "seed 2 is one of the search and of the comparison"),
         (["--seeds", "0"], "--seeds: give one or more"),
-        (["--jobs", "0"], "--jobs and --training: give 1 or more"),
+        (["--jobs", "0"], "--jobs: give 1 or more"),
         (["--plan", "nowhere.yaml"], "nowhere.yaml"),
     ],
 )
@@ -157,8 +156,8 @@ def test_words_of_a_command_line():
     assert words(settings) == ["--a", "0.1", "--b", "true", "--c", '{"x": 1}', "--d", repr(1 / 3), "--e", "text"]
 
 
-def training(*evaluations, losses=(), resumed_at=0, **arguments):
-    return {"evaluations": list(evaluations), "losses": list(losses), "arguments": arguments, "resumed_at": resumed_at}
+def training(*evaluations, losses=(), **arguments):
+    return {"evaluations": list(evaluations), "losses": list(losses), "arguments": arguments}
 
 
 def test_metric_found_in_evaluations():
@@ -185,14 +184,14 @@ def test_values_and_curves_of_a_metric():
     assert Metric("eval_f1").curve(row) == [(10, 1.0)] and Metric("eval_x").value(row) is None
     diverged = training({"step": 5, "eval_loss": None})
     assert math.isnan(Metric("eval_loss").value(diverged))
-    row = training(losses=[float(step) for step in range(1, 41)], resumed_at=10)
-    assert Metric("loss").value(row) == 38.5 and Metric("loss").curve(row)[:2] == [(12, 1.5), (14, 3.5)]
+    row = training(losses=[float(step) for step in range(1, 41)])
+    assert Metric("loss").value(row) == 38.5 and Metric("loss").curve(row)[:2] == [(2, 1.5), (4, 3.5)]
 
 
 def test_script_read_from_its_first_run():
     arguments = {"learning_rate": 1e-3, "adam_beta1": 0.8, "adam_beta2": 0.9, "weight_decay": 0.2}
     row = {"arguments": arguments, "width": 32}
-    assert starts.Script.of_training(row) == Script(1e-3, (0.8, 0.9), 0.2, 32)
+    assert Script.of_training(row) == Script(1e-3, (0.8, 0.9), 0.2, 32)
 
 
 def test_slots_share_a_machine(monkeypatch):

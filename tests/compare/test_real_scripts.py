@@ -73,7 +73,7 @@ def test_scripts_of_trl(tiny, tmp_path, capsys, monkeypatch, module, data, words
     assert answer.numbers["metric"]["name"] == metric
     if metric == "loss":
         assert "--set eval_strategy=steps eval_steps=0.2" in answer.out
-    rows = [one["trainings"][0] for one in answer.results()]
+    rows = [one["training"] for one in answer.results()]
     assert [row["optimizer"] for row in rows] == ["AdamW", "Mars"] and {row["steps"] for row in rows} == {4}
     assert rows[0]["weights"] == rows[1]["weights"] and rows[0]["batch"] == rows[1]["batch"] is not None
     assert (rows[0]["trainable"] < rows[0]["parameters"] / 2) == bool(more)
@@ -100,9 +100,9 @@ def test_recipe_with_two_rates(tmp_path, capsys):
     code = command.main([str(recipe), "--plan", str(tmp_path / "plan.yaml"), "--output_dir", str(tmp_path / "out")])
     answer = Answer(code, *capsys.readouterr(), tmp_path / "out")
     assert answer.code == 0, answer.error
-    rows = {one["trainings"][0]["optimizer"]: one for one in answer.results()}
+    rows = {one["training"]["optimizer"]: one for one in answer.results()}
     assert set(rows) == {"AdamW", "Mars"} and answer.numbers["metric"]["name"] == "eval_loss"
-    words, args = rows["Mars"]["order"]["arguments"], rows["Mars"]["trainings"][0]["arguments"]
+    words, args = rows["Mars"]["order"]["arguments"], rows["Mars"]["training"]["arguments"]
     given = {name: words[at + 1] for at, name in enumerate(words) if name in ("--lr_1d", "--lr_embeddings")}
     assert args["learning_rate"] == 0.008 and given == {"--lr_1d": "0.016", "--lr_embeddings": "0.032"}
     assert words[words.index("--max_eval_blocks") + 1] == "2"

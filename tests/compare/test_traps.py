@@ -40,8 +40,7 @@ def test_whole_comparison(tmp_path, capsys):
     assert {"comparison.md", "comparison.json", "comparison.png"} < {path.name for path in answer.folder.iterdir()}
     # The trainer, the optimizer, and the settings that MARS gets from the baseline's best.
     kinds = {
-        (one["order"]["arm"]["optim"], *(one["trainings"][0][key] for key in ("trainer", "optimizer")))
-        for one in results
+        (one["order"]["arm"]["optim"], *(one["training"][key] for key in ("trainer", "optimizer"))) for one in results
     }
     assert kinds == {("adamw_torch", "Trainer", "AdamW"), ("mars_adamw", "MarsTrainer", "Mars")}
     # Nothing is repeated, and nothing else may be mixed in.
@@ -90,7 +89,6 @@ REFUSED = {
         "--set nonsense: TrainingArguments, the script's TrainingArguments, has no",
     ),
     "metric": (PLAIN, ["--metric", "accuracy"], "--metric accuracy: the script's evaluations have eval_loss"),
-    "training": (PLAIN, ["--training", "2"], "--training 2: the script trains 1 times"),
 }
 
 
@@ -115,23 +113,6 @@ def test_script_that_catches_everything(tmp_path, capsys):
     assert answer.code == 2 and "trains more than once" in answer.error
 
 
-def test_one_training_of_two(tmp_path, capsys):
-    """The student alone gets the arm's optimizer; the teacher keeps its rate in all arms."""
-    text = f"""
-    Trainer(Net(), arguments(learning_rate=0.5, max_steps=2, optim="sgd"), {DATA}).train()
-    Trainer(Net(), arguments(learning_rate=0.02), {DATA}).train()
-    """
-    answer = compare(capsys, script(tmp_path, text), *TWO, "--training", "2", "--search_seeds", "42", "--seeds", "1")
-    assert answer.code == 0, answer.error
-    for one in answer.results():
-        teacher, student = one["trainings"]
-        assert (teacher["optimizer"], teacher["arguments"]["learning_rate"], teacher["steps"]) == ("SGD", 0.5, 2)
-        assert student["optimizer"] == {"adamw_torch": "AdamW", "mars_adamw": "Mars"}[one["order"]["arm"]["optim"]]
-        assert student["steps"] == 6 and student["batch"] and student["evaluations"]
-    own = next(one for one in answer.results("adamw_torch") if "learning_rate" not in one["order"]["arm"])
-    assert own["trainings"][1]["arguments"]["learning_rate"] == 0.02
-
-
 def test_hard_coded_arguments_and_seeds(tmp_path, capsys):
     """A seed and rate of its own, set before and after, optim_args of its own, an output folder that must be new."""
     text = """
@@ -150,13 +131,13 @@ def test_hard_coded_arguments_and_seeds(tmp_path, capsys):
     answer = compare(capsys, script(tmp_path, text), *TWO, "--search_seeds", "42", "--seeds", "2")
     assert answer.code == 0, answer.error
     for one in answer.results():
-        args, order = one["trainings"][0]["arguments"], one["order"]
+        args, order = one["training"]["arguments"], one["order"]
         assert (args["seed"], args["data_seed"]) == (order["shared"]["seed"],) * 2
         assert args["optim"] == order["arm"]["optim"] and args["optim_args"] == order["arm"]["optim_args"]
         assert args["report_to"] in ([], "none", ["none"]) and not args["push_to_hub"]
         assert args["output_dir"].startswith(str(answer.folder)) and args["save_strategy"] == "no"
     first = next(one for one in answer.results("adamw_torch") if "learning_rate" not in one["order"]["arm"])
-    assert first["trainings"][0]["arguments"]["learning_rate"] == 3e-3  # as changed afterwards
+    assert first["training"]["arguments"]["learning_rate"] == 3e-3  # as changed afterwards
     assert "All seeds began with the same weights, which the script seeds itself" in answer.page
 
 
@@ -224,7 +205,7 @@ def test_metric_of_a_script(tmp_path, capsys, rest, words, metric, line):
     answer = compare(capsys, script(tmp_path, f"Trainer(Net(), arguments(), {rest}).train()\n"), *QUICK, *words)
     assert answer.code == 0, answer.error
     assert answer.numbers["metric"]["name"] == metric and line in answer.page
-    steps = [row["step"] for row in next(answer.results())["trainings"][0]["evaluations"]]
+    steps = [row["step"] for row in next(answer.results())["training"]["evaluations"]]
     # Five times, each second step of six; of the last step one at the end.
     assert steps == ([] if metric == "loss" else [6] if "eval_strategy=no" in words else [2, 4, 6])
 
@@ -309,7 +290,7 @@ def test_script_arm_and_settings_of_arms(tmp_path, capsys):
     arms = ["script", "adamw_torch:adam_beta1=0.8,learning_rate=0.01", "mars_m:clip_threshold=none,learning_rate=0.02"]
     answer = compare(capsys, script(tmp_path, text), "--optim", *arms, "--no_search", "--seeds", "1")
     assert answer.code == 0, answer.error
-    rows = [one["trainings"][0] for one in answer.results()]
+    rows = [one["training"] for one in answer.results()]
     found = {(row["optimizer"], row["arguments"]["learning_rate"], row["arguments"]["adam_beta1"]) for row in rows}
     assert found == {("SGD", 0.05, 0.9), ("AdamW", 0.01, 0.8), ("Mars", 0.02, 0.948683)}
     (of_mars,) = answer.results("mars_m*")
@@ -328,7 +309,7 @@ def test_interrupted_comparison_goes_on(tmp_path, capsys):
     assert part.out.endswith("; runs are missing, and the same command goes on\n") and whole.out.endswith("whole\n")
     half = next(part.folder.glob("runs/*/*/result.json"))
     state = json.loads(half.read_text())
-    half.write_text(json.dumps({**state, "state": "running", "trainings": []}))
+    half.write_text(json.dumps({**state, "state": "running", "training": {}}))
     (half.parent / "output").mkdir()
     (half.parent / "output" / "left").write_text("over")
     ended = compare(capsys, path, *words)
