@@ -489,8 +489,8 @@ class Mars(torch.optim.Optimizer):
         if self._watch is None:
             return
         is_due = self._watch.is_due()
-        begins_or_stands = not self.state or not self._has_gradients()
-        if begins_or_stands or (is_due and not self._watch.is_unchanged()):
+        is_first_step = not self.state
+        if is_first_step or not self._has_gradients() or (is_due and not self._watch.is_unchanged()):
             message = self._watch.check(self._params())
             if message is not None:
                 self._advice.say("unfrozen", message)

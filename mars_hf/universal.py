@@ -268,7 +268,7 @@ def to_universal(source: str | Path, target: str | Path) -> None:
 
 def _optimizer_state(rank: Rank) -> dict[str, Any]:
     """Return what DeepSpeed reads beside the parameters' folders: groups and global state."""
-    step = None  # of the states ZeRO-3 asks for one step counter
+    step = None  # ZeRO-3's loader asks for one count, of any state
     for state in rank.states:
         if "step" in state:
             step = parse_step(state["step"])
@@ -373,12 +373,12 @@ def _stays_inside(name: Any) -> bool:
 
 
 def _zero12_offsets(mapping: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """DeepSpeed saves where in a partition each parameter is."""
+    """Return where in a partition each parameter is: its start and length, which DeepSpeed saves."""
     return {name: (fragment.start, fragment.numel) for name, fragment in mapping.items()}
 
 
 def _zero3_offsets(shapes: dict[str, torch.Size], rank: int, world: int) -> dict[str, tuple[int, int]]:
-    """Each parameter is cut into equal shares; the last ones may be padded or empty."""
+    """Return where in a rank's partition each parameter is: all ranks have equal shares, the last ones padded."""
     offsets = {}
     start = 0
     for name, shape in shapes.items():
@@ -459,7 +459,7 @@ def _for_mars(loader: Callable[..., None], original: Callable[..., None]) -> Cal
 
 
 def load_zero12(original: Callable[..., None], engine: Any, groups_name: str, checkpoint_dir: str) -> None:
-    """DeepSpeed's loader for ZeRO-1/2 and bf16 takes everything; what is there is checked before."""
+    """Check all files, and let DeepSpeed's loader for ZeRO-1/2 and bf16 read them; the groups follow."""
     if getattr(engine, "round_robin_gradients", False):
         raise ValueError("DeepSpeed mixes up the places of parameters under round_robin_gradients; load with it off")
     indices = range(len(engine.optimizer.param_groups))
@@ -471,7 +471,7 @@ def load_zero12(original: Callable[..., None], engine: Any, groups_name: str, ch
 
 
 def load_zero3(original: Callable[..., None], engine: Any, checkpoint_dir: str) -> None:
-    """Weights and global state by DeepSpeed's loader for ZeRO-3, then the states and groups."""
+    """Load weights and global state by DeepSpeed's loader for ZeRO-3, and then the states and groups."""
     if engine.swap_optimizer:
         raise ValueError("universal checkpoints of Mars cannot be loaded with the optimizer offloaded to NVMe")
     group_of = [engine.sub_group_to_group_id[index] for index in range(len(engine.fp16_groups))]

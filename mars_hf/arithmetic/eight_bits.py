@@ -1,9 +1,10 @@
 """States in 8 bits (`state_dtype="8bit"`): small floating point numbers in blocks of 64, with one scale each.
 
-A block's scale is its largest magnitude. First moments and last gradients are int8: the sign of x, and
-y = 2 + 494 |x| / scale, in [2, 496], to 4 binary places of its mantissa, from 0 for 2 to 127 for 496. Second moments
-are uint8: y = 2 + 502 sqrt(x / scale), to 5 places. Numbers keep a relative precision, as in bfloat16, down to where
-the 2 takes over; zero and the largest of a block come back exactly.
+A block's scale is its largest magnitude. A code stands for a number y from 2 on: it is the bits of y in float32, less
+those of 2, without the last places of the mantissa. First moments and last gradients are int8: the sign of x, and
+y = 2 + 494 |x| / scale with 4 places, codes 0 to 127. Second moments are uint8: y = 2 + 502 sqrt(x / scale) with 5
+places, codes 0 to 255. Numbers keep a relative precision, as in bfloat16, down to where the 2 takes over; zero and the
+largest of a block come back exactly.
 
 What lies between two codes is rounded by a threshold that walks through 256 values from step to step: right on average,
 as stochastic rounding is, and the same on all ranks. Numbers that were decoded lie on codes and keep them.

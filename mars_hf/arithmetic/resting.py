@@ -18,12 +18,13 @@ from torch import Tensor
 class Units(NamedTuple):
     """What a tensor holds of the units of its parameter, each of which rests or moves as a whole.
 
-    One unit is all of the tensor; several are its first dimension. Those of a flat shard of a stack have a size.
+    A single unit is the whole tensor, and several lie along its first dimension. A flat shard of a stack cuts units:
+    there `size` and `start` say where.
     """
 
     indices: Sequence[int]  # in the parameter
-    size: int = 0  # elements of a unit
-    start: int = 0  # of the shard in its first unit
+    size: int = 0  # elements of a unit in a flat shard; 0 elsewhere
+    start: int = 0  # first element of a flat shard, in the parameter
 
 
 def find_moving(gradients: Sequence[Tensor], units: Sequence[Units]) -> list[Tensor]:

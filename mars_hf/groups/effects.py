@@ -74,7 +74,7 @@ def check_read(statements: Sequence[Statement]) -> None:
 
 
 def statements_of_defaults(defaults: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]) -> list[Statement]:
-    """Return what the arguments of `Mars` state, and for whom: its groups, and matrices that another model may have.
+    """Return what the arguments of `Mars` state, for its groups and for matrices, which may be missing here.
 
     Settings of vectors may be stated for models without vectors, such as adapters.
     """

@@ -229,8 +229,8 @@ def _check_overrides(model: nn.Module, overrides: Sequence[Override], indices: M
     """Raise ValueError for an override that states nothing, and keeps no parameter from a later pattern."""
     empty = {index for index, override in enumerate(overrides) if not override.settings}
     for name, param in model.named_parameters(remove_duplicate=False):
-        index = indices.get(param, _NO_OVERRIDE)
-        if any(_any_matches([name], override.pattern) for override in overrides[index + 1 :]):
+        index = indices.get(param)
+        if index in empty and any(_any_matches([name], later.pattern) for later in overrides[index + 1 :]):
             empty.discard(index)
     if empty:
         pattern = overrides[min(empty)].pattern

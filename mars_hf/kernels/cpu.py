@@ -200,7 +200,7 @@ def _descriptor(
 
 
 def _scalars(count: int, **columns: Tensor | list[float] | float | None) -> array[float]:
-    """Return one row of Scalars (see cpu.cpp) a tensor, from columns by name; None and those left out are 1."""
+    """Return the Scalars of each tensor (see cpu.cpp), from columns by name; a column that is None or left out is 1."""
     width = len(SCALARS)
     scalars = array("d", [1.0]) * (width * count)
     for position, name in enumerate(SCALARS):

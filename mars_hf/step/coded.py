@@ -96,7 +96,7 @@ def _coded(param: Tensor, state: Mapping[str, Any], key: str, spec: ShardSpec | 
 
 
 def check(param: Tensor, state: Mapping[str, Any], key: str, spec: ShardSpec | None, what: str) -> None:
-    """Raise UnfitStateError unless codes and scales of a buffer are of one tensor; what has been found so is left."""
+    """Raise UnfitStateError unless codes and scales of a buffer are of one tensor; a pair that fits is checked once."""
     codes, scales = state[key], state[SCALES[key]]
     known = _fitting.get(id(codes))
     if known is not None and known[0]() is codes and known[1]() is scales:
@@ -158,7 +158,7 @@ def _check_loaded_codes(param: Tensor, key: str, codes: Tensor, scales: Any, wha
 
 
 def have_lost_values(states: Sequence[Mapping[str, Any]]) -> bool:
-    """Return whether states of some steps have codes, and no scale among them is other than zero."""
+    """Return whether states that have taken steps hold codes, and all scales of these are zero."""
     scales = []
     for state in states:
         codes = state.get("exp_avg")

@@ -264,7 +264,9 @@ def _have_one_shape(entries: Sequence[Entry], tensors: Sequence[Tensor]) -> bool
 
 def _is_coded_as_it_should(entry: Entry) -> bool:
     """Return whether the buffers that should be in 8 bits are, in rows that kernels take, and no other tensor is."""
-    for name, tensor in zip(("", "", *entry.buffers.keys), entry.tensors, strict=True):
+    of_parameter_and_gradient = ("", "")
+    names = (*of_parameter_and_gradient, *entry.buffers.keys)
+    for name, tensor in zip(names, entry.tensors, strict=True):
         fits = tensor.dtype == CODES[name] if name in entry.buffers.coded else tensor.dtype in _FLOATS
         if not fits:
             return False

@@ -172,7 +172,8 @@ class SharedStep:
         self.sums: GroupSums | None = None  # None before `plan`, and for a process alone
         self._compared: ComparedSettings | None = None
         self.error: Exception | None = None  # that this rank keeps to the end of the step
-        self._has_agreed = self._is_told = False
+        self._has_agreed = False  # on going on, before the sums of the step
+        self._is_told = False  # what is raised comes from an all-reduce: all ranks raise it
 
     @property
     def is_alone(self) -> bool:
@@ -240,7 +241,7 @@ class SharedStep:
         return ComparedSettings(shared, of_step, self._ranks.checksums)
 
     def _agree(self) -> None:
-        """Let all ranks stop if one of them has failed, or does not come here, before they communicate otherwise."""
+        """Let ranks meet before they communicate: all stop if one has failed, or would not communicate; once a step."""
         if self._has_agreed:
             return
         sums = self._sums(self._former)

@@ -62,7 +62,7 @@ class Buffers:
         return frozenset(["step", *self.keys, *self.scales])
 
     def are_in(self, state: Mapping[str, Any]) -> bool:
-        """Return whether a state has these buffers, with scales if its first moment should have them, and only then."""
+        """Return whether a state has all of these buffers, and scales if some of these have them, else none."""
         has_scales = SCALES["exp_avg"] in state
         return has_scales == bool(self.scales) and state.keys() >= self._needed
 

@@ -171,9 +171,10 @@ def note_peaks(groups: Iterable[dict[str, Any]]) -> None:
 def _weight_decay(group: Mapping[str, Any]) -> float:
     """Return the decay that is multiplied by the learning rate.
 
-    A decoupled one follows the schedule and not the rate: lr over the schedule's peak. OneCycleLR keeps that in the
-    group as `max_lr`. Elsewhere it is the largest rate so far, which counts the one that the group was made with and
-    `initial_lr`: CyclicLR keeps its lowest rate there, ReduceLROnPlateau none. No step decays by more than is stated.
+    A decoupled one follows the schedule and not the rate, so it is divided by the peak of the schedule. OneCycleLR
+    keeps the peak in the group, as `max_lr`. Elsewhere it is the largest rate so far, and `note_peaks` counts the rate
+    that the group was made with and `initial_lr`, too: CyclicLR keeps its lowest rate there, ReduceLROnPlateau none.
+    No step decays by more than is stated.
     """
     weight_decay = float(group["weight_decay"])
     if group["weight_decay_mode"] != "decoupled":
