@@ -71,7 +71,7 @@ class Mars(torch.optim.Optimizer):
         x_{t+1} = x_t - lr (d_t + weight_decay x_t)
         mars-adamw:    v_t = beta2 v_{t-1} + (1 - beta2) c_t^2
                        d_t = m_t / (1 - beta1^t) / (sqrt(v_t / (1 - beta2^t)) + eps)
-        mars-lion:     d_t = sign(m_t)
+        mars-lion:     d_t = sign(m_t), 0 where g_t = 0
         mars-shampoo:  d_t = sqrt(max(1, rows / cols)) NS(m_t / (1 - beta1))
         mars-m:        d_t = 0.2 sqrt(max(rows, cols)) NS(m_t)
 

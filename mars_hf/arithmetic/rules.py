@@ -147,7 +147,7 @@ def update(
         m = e + blend (c - e)
         adamw:  v = beta2 v + (1 - beta2) c^2
                 x = x (1 - lr weight_decay) - lr / (1 - beta1^t) m / (sqrt(v / (1 - beta2^t)) + eps)
-        lion:   x = x (1 - lr weight_decay) - lr sign(m)     the sign is 0 where g is: what is left of m would move x
+        lion:   x = x (1 - lr weight_decay) - lr sign(m)    the sign is 0 where g is, so x rests there
         momentum:  x = m                                no more: `apply` completes the step
         last = g
 
