@@ -1,10 +1,12 @@
-"""Bring files of the repository that are no pages into the site: the changelog and the pictures of the benchmarks.
+"""Bring files of the repository that are no pages into the site: changelog, notebooks, pictures of the benchmarks.
 
 Pages link to them as they lie in the repository, so that links work there as well.
 """
 
 from __future__ import annotations
 
+import base64
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -34,13 +36,38 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.append(File.generated(config, "changelog.md", abs_src_path=str(changelog)))
     for picture in sorted((ROOT / "benchmarks" / "results").glob("*.png")):
         files.append(File.generated(config, f"images/results/{picture.name}", abs_src_path=str(picture)))
+    for notebook in sorted((ROOT / "docs" / "notebooks").glob("*.ipynb")):
+        page, pictures = notebook_page(notebook)
+        files.append(File.generated(config, f"notebooks/{notebook.stem}.md", content=page))
+        for name, content in pictures.items():
+            files.append(File.generated(config, f"notebooks/{name}", content=content))
     return files
+
+
+def notebook_page(path: Path) -> tuple[str, dict[str, bytes]]:
+    """Return a notebook with its stored outputs as Markdown, and the pictures among them by name."""
+    parts, pictures = [], {}
+    for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
+        source = "".join(cell["source"])
+        parts.append(source if cell["cell_type"] == "markdown" else f"```python\n{source}\n```")
+        for output in cell.get("outputs", ()):
+            data = output.get("data", {"text/plain": output.get("text", "")})
+            if "image/png" in data:
+                name = f"{path.stem}_{len(pictures)}.png"
+                pictures[name] = base64.b64decode("".join(data["image/png"]))
+                parts.append(f"![Picture that the cell draws]({name})")
+            else:
+                parts.append(f"```text\n{''.join(data['text/plain']).rstrip()}\n```")
+    title, *rest = parts[0].split("\n", 1)
+    link = f'<a href="../{path.name}" download>Download the notebook</a>'  # beside the page's folder
+    return "\n\n".join([title, link, *rest, *parts[1:]]) + "\n", pictures
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Point links at the places in the site, and fill in the table of settings."""
     for path, place in _MOVED.items():
         markdown = markdown.replace(f"]({path}", f"]({place}")
+    markdown = re.sub(r"(\]\((?!https?:)[^)]*)\.ipynb\)", r"\1.md)", markdown)
     return markdown.replace("<!-- settings -->", settings_table())
 
 

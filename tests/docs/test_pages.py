@@ -489,6 +489,12 @@ def test_site_builds(tmp_path):
         assert loads.findall(html) == [], page
         assert f"mars_hf {mars_hf.__version__}" in html or page.name == "404.html", page
     assert (tmp_path / "changelog" / "index.html").is_file()
+    notebook = (tmp_path / "notebooks" / "quick_start" / "index.html").read_text(encoding="utf-8")
+    assert "mars_m helps" in notebook and "-m mars_hf compare tiny.py" in notebook.replace("\n", " ")
+    assert (tmp_path / "notebooks" / re.search(r'href="\.\./([^"]+)" download', notebook)[1]).is_file()
+    pictures = re.findall(r'<img[^>]* src="\.\./(quick_start_\d\.png)"', notebook)
+    assert len(pictures) == 2 and all((tmp_path / "notebooks" / name).is_file() for name in pictures)
+    assert 'href="notebooks/quick_start/"' in (tmp_path / "index.html").read_text(encoding="utf-8")
     # Code in tables may wrap after brackets and equals signs, code elsewhere not.
     page = (tmp_path / "trainer" / "index.html").read_text(encoding="utf-8")
     assert "optimizer_cls_and_kwargs=<wbr>mars_hf.factory(<wbr>args" in page and page.count("<wbr>") < 40
@@ -507,7 +513,7 @@ def test_navigation_groups():
 
     Loader.add_constructor("!ENV", lambda loader, node: None)
     nav = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Loader)["nav"]
-    assert sorted(leaves(nav)) == sorted([*(PAGES.keys() - {"README.md"}), "changelog.md"])
+    assert sorted(leaves(nav)) == sorted([*(PAGES.keys() - {"README.md"}), "changelog.md", "notebooks/quick_start.md"])
     sizes = {title: len(leaves(pages)) for group in nav for title, pages in group.items()}
     assert list(sizes) == ["Start", "In your training", "Distributed", "Evidence", "Reference"]
     assert max(sizes.values()) <= 8
