@@ -21,7 +21,9 @@ ROOT = Path(__file__).resolve().parent.parent
 # The beginning of a path, as pages and the changelog write it -> where the site has it.
 _MOVED = {"../benchmarks/results/": "images/results/", "../CHANGELOG.md": "changelog.md", "docs/": ""}
 # Where a line of code in a narrow table may end: after an opening bracket or an equals sign, outside of tags.
-_WRAPS = re.compile(r"[(=](?=[^<>]*</code>)")
+_WRAPS = re.compile(r"[(=](?=[^<>)][^<>]*</code>)")
+# A short name in a table, such as mars-m, does not end a line after its hyphen.
+_NAMES = re.compile(r"<code>(?=[\w.-]{1,16}</code>)")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -81,8 +83,13 @@ def settings_table() -> str:
     return "\n".join(lines)
 
 
+def _cell(cell: re.Match[str]) -> str:
+    """Return a cell of a table with the ends of lines that its code may have."""
+    return _NAMES.sub('<code class="option">', _WRAPS.sub(r"\g<0><wbr>", cell[0]))
+
+
 def on_page_content(html: str, **_: Any) -> str:
     """Leave out constructors' references to their class, wrap code in tables, keep an option's dashes with its name."""
     html = html.replace("<p>See the class.</p>", "")
-    html = re.sub(r"<td.*?</td>", lambda cell: _WRAPS.sub(r"\g<0><wbr>", cell[0]), html, flags=re.DOTALL)
+    html = re.sub(r"<td.*?</td>", _cell, html, flags=re.DOTALL)
     return re.sub(r"(?<=[>\s])--\w[\w-]*", r'<span class="option">\g<0></span>', html)

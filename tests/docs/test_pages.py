@@ -495,9 +495,12 @@ def test_site_builds(tmp_path):
     pictures = re.findall(r'<img[^>]* src="\.\./(quick_start_\d\.png)"', notebook)
     assert len(pictures) == 2 and all((tmp_path / "notebooks" / name).is_file() for name in pictures)
     assert 'href="notebooks/quick_start/"' in (tmp_path / "index.html").read_text(encoding="utf-8")
-    # Code in tables may wrap after brackets and equals signs, code elsewhere not.
+    # Code in tables may wrap after brackets and equals signs, short names and code elsewhere not.
     page = (tmp_path / "trainer" / "index.html").read_text(encoding="utf-8")
     assert "optimizer_cls_and_kwargs=<wbr>mars_hf.factory(<wbr>args" in page and page.count("<wbr>") < 40
+    page = (tmp_path / "muon" / "index.html").read_text(encoding="utf-8")
+    assert '<code class="option">zero3_init/m<' not in page and "<code>step()</code></td>" in page
+    assert '<code class="option">gpt2-small</code>' in (tmp_path / "pretraining" / "index.html").read_text()
     shown = re.findall(r"benchmarks/results/(\w+\.png)", PAGES["speed.md"].read_text(encoding="utf-8"))
     assert shown and all((tmp_path / "images" / "results" / name).is_file() for name in shown)
 
