@@ -38,7 +38,7 @@ from workload import ACCUMULATION, CASES, MAX_GRAD_NORM, MICRO_BATCH, STEPS, Cas
 
 import mars_hf
 from mars_hf import universal
-from mars_hf.arithmetic import eight_bits, orthogonalize
+from mars_hf.arithmetic import directions, eight_bits
 from mars_hf.arithmetic.eight_bits import Coded
 from mars_hf.arithmetic.update_rules import update_rule
 from mars_hf.step import coded
@@ -90,7 +90,7 @@ class Watched:
 
             def noted(momenta: list[Tensor], *args: Any, **kwargs: Any) -> list[Tensor]:
                 orthogonalized.extend(momentum.numel() for momentum in momenta)
-                return orthogonalize.compute_directions(momenta, *args, **kwargs)
+                return directions.compute_directions(momenta, *args, **kwargs)
 
             with (
                 CountCollectives() as count,
