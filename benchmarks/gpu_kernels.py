@@ -161,8 +161,8 @@ def measure_newton_schulz(work: Workload, device: torch.device, rounds: int) -> 
     large, clock = ORDER[device.type], interleave.Clock(device)
     a, b = (torch.randn(large, large, dtype=torch.bfloat16, device=device) for _ in range(2))
     turns: dict[str, Callable[[], object]] = {
-        "batched": lambda: orthogonalize(matrices, out_dtype=torch.bfloat16),
-        "one by one": lambda: [orthogonalize([matrix], out_dtype=torch.bfloat16) for matrix in matrices],
+        "batched": lambda: orthogonalize(matrices),
+        "one by one": lambda: [orthogonalize([matrix]) for matrix in matrices],
         "plain loop": lambda: [plain_newton_schulz(matrix) for matrix in matrices],
         "matrix product": lambda: a @ b,
     }
@@ -223,7 +223,7 @@ def _timed_form(name: str, matrices: list[Tensor], clock: interleave.Clock) -> C
     def turn() -> float:
         before, newton_schulz.GRAM_RATIO = newton_schulz.GRAM_RATIO, ratio  # type: ignore[assignment]
         try:
-            return clock.time(lambda: orthogonalize(matrices, convert=False, products=products)).seconds
+            return clock.time(lambda: orthogonalize(matrices, products=products)).seconds
         finally:
             newton_schulz.GRAM_RATIO = before
 

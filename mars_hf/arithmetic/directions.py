@@ -98,10 +98,8 @@ def compute_directions(
         matrices: list[Tensor] = []
         for position in positions:
             matrices += _matrices_in(momenta[position], layouts[position])
-        # Left in their dtype: writing the directions converts, and a second copy would be the peak of a step's memory.
-        orthogonal = iter(
-            orthogonalize(matrices, coefficients=coefficients, eps=eps, dtype=dtype, convert=False, products=products)
-        )
+        # Writing the directions converts: a second copy would be the peak of a step's memory.
+        orthogonal = iter(orthogonalize(matrices, coefficients=coefficients, eps=eps, dtype=dtype, products=products))
         for position in positions:
             results[position] = torch.empty_like(momenta[position], dtype=out_dtype)
             views = matrix_layouts.views(results[position], layouts[position])

@@ -78,31 +78,27 @@ def orthogonalize(
     coefficients: Sequence[Coefficients] = (QUINTIC,) * 5,
     dtype: torch.dtype = torch.bfloat16,
     eps: float = 1e-7,
-    out_dtype: torch.dtype | None = None,
-    max_elements: int | None = None,
-    convert: bool = True,
     products: Any = None,
 ) -> list[Tensor]:
-    """Orthogonalize each matrix; those of one shape (transposed or not) run as one batch.
+    """Orthogonalize each matrix; those of one shape (transposed or not) run together, in batches of `MAX_ELEMENTS`.
+
+    On a CPU batches have `BATCH_ELEMENTS_CPU`. A larger matrix is a batch of its own.
 
     Args:
         matrices: each (..., rows, cols), floating point, any strides; not modified.
         coefficients: a triple (a, b, c) for each step.
         dtype: dtype of the iteration.
         eps: added to the Frobenius norm; each matrix is divided by the sum first.
-        out_dtype: dtype of the results; None keeps each matrix's own.
-        max_elements: largest batch; a larger matrix is a batch of its own. None uses `MAX_ELEMENTS`, or
-            `BATCH_ELEMENTS_CPU` on a CPU.
-        convert: False leaves results in the dtype that made them.
         products: what has `multiply` and `add` for products that are symmetric, see `kernels/symmetric.py`; None takes
             PyTorch's.
 
     Returns:
-        One tensor per matrix, with its shape. Zeros stay zero; a matrix with a NaN or infinity becomes NaN. Results may
-        share storage with each other, never with `matrices`.
+        One tensor per matrix, with its shape, in the dtype that made it: `dtype`, or `HALF` in place of bfloat16. Zeros
+        stay zero; a matrix with a NaN or infinity becomes NaN. Results may share storage with each other, never with
+        `matrices`.
     """
     results: list[Tensor] = list(matrices)
-    for indices in _batches(matrices, max_elements):
+    for indices in _batches(matrices):
         stacks = []
         for index in indices:
             matrix = matrices[index]
@@ -110,8 +106,6 @@ def orthogonalize(
             wide = matrix.mT if matrix.shape[-2] > matrix.shape[-1] else matrix
             stacks.append(wide.reshape(wide.shape[:-2].numel(), *wide.shape[-2:]))
         batch = _iterate(stacks, coefficients, dtype, eps, products)
-        if convert:
-            batch = batch.to(out_dtype or stacks[0].dtype)
         parts = batch.split([len(stack) for stack in stacks])
         for index, part in zip(indices, parts, strict=True):
             rows, cols = matrices[index].shape[-2:]
@@ -120,15 +114,14 @@ def orthogonalize(
     return results
 
 
-def _batches(matrices: Sequence[Tensor], max_elements: int | None) -> list[list[int]]:
+def _batches(matrices: Sequence[Tensor]) -> list[list[int]]:
     """Return the indices of the matrices in each batch."""
     keys: list[Hashable] = []
     limits = []
     for matrix in matrices:
         rows, cols = sorted(matrix.shape[-2:])
         keys.append((rows, cols, matrix.dtype, matrix.device))
-        default = BATCH_ELEMENTS_CPU if matrix.device.type == "cpu" else MAX_ELEMENTS
-        limits.append(max_elements or default)
+        limits.append(BATCH_ELEMENTS_CPU if matrix.device.type == "cpu" else MAX_ELEMENTS)
     sizes = [matrix.numel() for matrix in matrices]
     batches: dict[Hashable, list[int]] = {}
     for index, chunk in enumerate(chunks_of(keys, sizes, limits)):

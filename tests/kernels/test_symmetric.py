@@ -130,13 +130,13 @@ def test_newton_schulz_with_the_kernel(shapes, schedule, device, monkeypatch):
     matrices = [stored(shape, "rows", torch.bfloat16, device) for shape in shapes]
     coefficients = ns.coefficients_of(schedule, 5)
     plain, found = (
-        ns.orthogonalize(matrices, coefficients=coefficients, out_dtype=torch.float32, products=products)
-        for products in (None, Products)
+        ns.orthogonalize(matrices, coefficients=coefficients, products=products) for products in (None, Products)
     )
     is_wide = max(shapes[0]) >= 2 * min(shapes[0])
     assert calls.count("multiply") == (2 if is_wide else 5) and calls.count("add") == (14 if is_wide else 5)
     for one, other in zip(plain, found, strict=True):
         # The truncation of the interpreter counts twice as much as rounding.
+        one, other = one.float(), other.float()
         assert (one - other).norm() <= (0.01 if is_wide else 0.1) * one.norm()
 
 
