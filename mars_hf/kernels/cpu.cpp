@@ -512,10 +512,7 @@ void update_block(int64_t n, Scalars<T> s, bool square_gradient, T* __restrict x
         T average = e[i] + s.one_minus_beta1 * (c[i] - e[i]);
         e[i] = average;
         m[i] = blends ? average + s.blend * (c[i] - average) : average;
-    }
-    if constexpr (RULE == LION) {
-#pragma omp simd
-        for (int64_t i = 0; i < n; i++) m[i] = moving(m[i], gradient[i] * s.grad_scale);
+        if constexpr (RULE == LION) m[i] = moving(m[i], gradient[i] * s.grad_scale);
     }
     if constexpr (IS_CAUTIOUS && RULE != MOMENTUM) {  // a test at run time would cost every step a fiftieth
 #pragma omp simd
