@@ -122,7 +122,7 @@ class Shards:
                     "of. Use DDP, FSDP2 or DeepSpeed ZeRO, and build Mars from the model's own parameters"
                 )
         elif is_known and param.shape != self.shapes[index]:
-            self._find_originals(model)  # rejects an engine's copy of a part
+            self._find_originals(model)  # raises if an engine has made parts of parameters
         # The user has replaced, resized or added the parameter.
         self._indices[id(param)] = index
         if is_known:
@@ -223,8 +223,8 @@ def misplaced(param_groups: Iterable[Mapping[str, Any]]) -> dict[int, Any]:
 def spec_of_dtensor(tensor: Any, index: int) -> ShardSpec | None:
     """Return the spec of a DTensor on a mesh of any number of dimensions; None if it is whole on each rank.
 
-    Its group are the ranks that hold the other shards, and no copies of this one. Collective among them at first where
-    it spans several mesh dimensions.
+    Its group are the ranks that hold the other shards, and no copies of this one. If these span several mesh
+    dimensions, the first call is collective among them: it makes a process group.
 
     Raises:
         RuntimeError: partial sums, or a placement that mars_hf does not know.

@@ -142,7 +142,7 @@ def _outputs(module: nn.Module) -> list[nn.Module]:
 
 
 def _last_layers(module: nn.Module) -> list[nn.Module]:
-    """Return the last layer with a weight, or those called heads; for a list or dict of modules, the last of each."""
+    """Return the last layer with weights, one called a head first; of a list or dict of modules, that of each."""
     children = {name: child for name, child in module.named_children() if _has_weights(child)}
     is_adapted = hasattr(module, "base_layer")
     if is_adapted or not children:

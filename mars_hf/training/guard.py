@@ -229,7 +229,7 @@ def steps_of_first(mars: Mars) -> int | None:
 
 
 def damaged_file(checkpoint: str) -> Path | None:
-    """Return a checkpoint's file of an optimizer or scheduler that cannot be read as torch.save wrote it, if any."""
+    """Return the file of a checkpoint's optimizer or scheduler that is damaged; None if all are whole or missing."""
     for name in (OPTIMIZER_NAME, OPTIMIZER_NAME_BIN, SCHEDULER_NAME):
         file = Path(checkpoint) / name
         if file.is_file() and _is_damaged(file):

@@ -140,7 +140,7 @@ def _read_card(folder: Path) -> str | None:
 
 
 def _mend_card_of_adapter(folder: Path, before: str | None) -> None:
-    """Mend what saving an adapter did to a card: PEFT adds the name of a base, even a folder, and breaks the seal."""
+    """Mend what saving an adapter did to a card: PEFT adds the base's name, a local folder too, and breaks the seal."""
     after = _read_card(folder)
     if after is None or after == before:
         return
