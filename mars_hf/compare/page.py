@@ -44,7 +44,7 @@ def write(comparison: Comparison, *, has_speeds: bool) -> str:
         f"# {title}",
         plan.about,
         _list(verdicts) or "No verdict yet: no arm has finished its new seeds.",
-        results_table(runs, gaps, baseline, metric, has_speeds=has_speeds),
+        results_table(runs, gaps, baseline, metric, was_searched=comparison.searches, has_speeds=has_speeds),
         "![Learning rates, and differences at the best ones](comparison.png)",
         search_table(searched, rates),
         _list(remarks),
@@ -80,25 +80,36 @@ def _list(lines: Sequence[str]) -> str:
 
 
 def results_table(
-    runs: Sequence[FinishedRun], gaps: Sequence[Difference], baseline: str, metric: Metric, *, has_speeds: bool
+    runs: Sequence[FinishedRun],
+    gaps: Sequence[Difference],
+    baseline: str,
+    metric: Metric,
+    *,
+    was_searched: bool,
+    has_speeds: bool,
 ) -> str:
-    """Return the result of each arm as a Markdown table, without columns that nothing fills."""
+    """Return the result of each arm as a Markdown table, without columns that nothing fills.
+
+    Without a search of rates nothing is shown, as the verdict says.
+    """
     if not runs:
         return ""
     of_baseline = {gap.arm: gap for gap in gaps if gap.against == baseline}
     cells = [["arm", "best rate", metric.shown_name, "seeds", f"less {baseline}'s", "shown", "s/step", "GPU memory"]]
-    cells += [_result(members, of_baseline.get(name), has_speeds) for name, members in differences.by_arm(runs).items()]
+    for name, members in differences.by_arm(runs).items():
+        gap = of_baseline.get(name)
+        against = ["", ""] if gap is None else [_with_interval(gap), "yes" if gap.is_shown else "no"]
+        cells.append(_result(members, against if was_searched else [against[0], ""], has_speeds))
     filled = [at for at, column in enumerate(zip(*cells, strict=True)) if any(column[1:])]
     return markdown([[row[at] for at in filled] for row in cells])
 
 
-def _result(members: Sequence[FinishedRun], gap: Difference | None, has_speeds: bool) -> list[str]:
-    """Return an arm's row of the table; the baseline has no gap."""
+def _result(members: Sequence[FinishedRun], against: list[str], has_speeds: bool) -> list[str]:
+    """Return an arm's row of the table, with the cells that compare it with the baseline."""
     finite = [run.value for run in members if math.isfinite(run.value)]
     values = f"{len(members) - len(finite)} of {len(members)} diverged"
     if len(finite) == len(members):
         values = f"{statistics.fmean(finite):.4f} ({min(finite):.4f}-{max(finite):.4f})"
-    against = ["", ""] if gap is None else [_with_interval(gap), "yes" if gap.is_shown else "no"]
     seconds = median(run.seconds_per_step for run in members) if has_speeds else math.nan
     memory = median(run.memory for run in members)
     costs = [

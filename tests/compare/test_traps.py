@@ -157,6 +157,7 @@ def test_unseeded_script_is_paired(tmp_path, capsys):
     answer = compare(capsys, script(tmp_path, text), *TWO, "--no_search", "--seeds", "2")
     prints = {(run["seed"], run["weights"], run["batch"]) for run in answer.numbers["runs"]}
     assert len(prints) == 2 and "Not paired" not in answer.page and "All seeds began" not in answer.page
+    assert "no verdict**, because nobody searched the rates" in answer.page and " shown |" not in answer.page
 
 
 def test_arms_that_begin_unlike_are_told(tmp_path, capsys):
@@ -314,7 +315,7 @@ def test_interrupted_comparison_goes_on(tmp_path, capsys):
     (half.parent / "output" / "left").write_text("over")
     ended = compare(capsys, path, *words)
     assert "10 to 16 runs of " in ended.out.splitlines()[1]
-    assert ended.code == 0 and not any(part.folder.rglob("left"))
+    assert ended.code == 0 and not any(part.folder.rglob("left")) and " shown |" in ended.page
     values = [
         [(run["arm"], run["rate"], run["seed"], run["value"]) for run in one.numbers["runs"]] for one in (whole, ended)
     ]
