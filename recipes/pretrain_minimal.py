@@ -171,6 +171,7 @@ def main(argv: list[str] | None = None) -> None:
         kinds, prog="pretrain_minimal.py", usage=argparse.SUPPRESS, description=__doc__, formatter_class=Help
     )
     parser.set_defaults(optim="mars_m", lr_scheduler_type="cosine", logging_steps=10)
+    parser.set_defaults(ddp_find_unused_parameters=False)  # GPT-2 has none, and looking for them costs time
     try:
         args, training = parser.parse_args_into_dataclasses(argv)
         trainer = build(args, training)

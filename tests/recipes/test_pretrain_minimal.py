@@ -195,7 +195,8 @@ def test_two_processes_give_the_weights_of_one(tokens, tmp_path, rule):
         argv += ["--optim_args", "ns_dtype=float32"]
     run(tmp_path / "one", tokens, *argv)
     words = [*TINY, "--data_dir", tokens, "--output_dir", tmp_path / "two", *argv]
-    launch(*words, "--per_device_train_batch_size", "2", script=SCRIPT, config="cpu_ddp")
+    ended = launch(*words, "--per_device_train_batch_size", "2", script=SCRIPT, config="cpu_ddp")
+    assert "find_unused_parameters=True" not in ended.stderr
     assert_trained(log_of(tmp_path / "two"), rule)
     one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
     assert one.keys() == two.keys()
