@@ -32,16 +32,17 @@ def find_moving(gradients: Sequence[Tensor], units: Sequence[Units]) -> list[Ten
 
     On CPUs a test ends at the first element that is not zero. Elsewhere nothing waits for the device.
     """
-    flags = []
-    for gradient, of_gradient in zip(gradients, units, strict=True):
-        if gradient.device.type == "cpu":
-            found = torch.tensor([not _is_zero(part) for part in _parts(gradient, of_gradient)], device="cpu")
-        elif len(of_gradient.indices) == 1 or of_gradient.size:
-            found = torch.stack([part.any() for part in _parts(gradient, of_gradient)])
-        else:
-            found = gradient.any(tuple(range(1, gradient.ndim)))
-        flags.append(found.float())
-    return flags
+    parts = [_parts(*pair) for pair in zip(gradients, units, strict=True)]
+    if not gradients or gradients[0].device.type == "cpu":
+        return [torch.tensor([float(not _is_zero(part)) for part in of_one], device="cpu") for of_one in parts]
+    return _find_moving_by_sums(parts, gradients[0].device)
+
+
+def _find_moving_by_sums(parts: Sequence[list[Tensor]], device: torch.device) -> list[Tensor]:
+    """Return the flags from sums of absolute values, which a few launches take for all units; no sum underflows."""
+    units = list(itertools.chain.from_iterable(parts))
+    sums = torch.stack(torch._foreach_norm(units, 1)) if units else torch.empty(0, device=device)
+    return list(sums.ne(0).float().split(list(map(len, parts))))
 
 
 def put_to_rest(momenta: Sequence[Tensor], units: Sequence[Units], moving: Sequence[Tensor]) -> None:

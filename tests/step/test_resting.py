@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from test_formulas import references
 from torch import Tensor, nn
 
 from mars_hf import Mars, create
+from mars_hf.arithmetic import resting
 from mars_hf.arithmetic.resting import Units, find_moving, put_to_rest
 
 NORMALIZING = ["mars-m", "mars-shampoo", "mars-lion"]
@@ -291,3 +293,20 @@ def test_rows_are_counted_in_the_layout():
     block = model.transformer.h[0]
     for layer in (block.attn.c_attn, block.mlp.c_fc, block.mlp.c_proj):
         assert mars.state[layer.weight]["row_avg_sq"].shape == (layer.weight.shape[1],)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+def test_flags_of_accelerators_are_those_of_cpus(dtype):
+    """From sums of absolute values: the smallest number moves, as infinity and NaN do; an empty part does not."""
+    smallest, largest = torch.finfo(dtype).smallest_normal, torch.finfo(dtype).max
+    values = [0.0, -0.0, smallest, -smallest, largest, -largest, math.inf, math.nan]
+    stack = torch.zeros(len(values), 3, 5, dtype=dtype)
+    stack[:, 1, 2] = torch.tensor(values, dtype=dtype)
+    stack[4:6] = stack[4:6, 1:2, 2:3]  # sums overflow
+    of_stack, shard = resting.Units(range(len(values))), resting.Units(range(3), size=15, start=20)
+    tensors, units = [stack, stack[:, :0], stack.view(-1)[20:45]], [of_stack, of_stack, shard]
+    parts = [resting._parts(*pair) for pair in zip(tensors, units, strict=True)]
+    by_sums = resting._find_moving_by_sums(parts, stack.device)
+    assert all(map(torch.equal, by_sums, resting.find_moving(tensors, units)))
+    assert by_sums[0].tolist() == [0, 0, 1, 1, 1, 1, 1, 1] and not by_sums[1].any()
+    assert [len(flags) for flags in resting._find_moving_by_sums([[], parts[0]], stack.device)] == [0, len(values)]
