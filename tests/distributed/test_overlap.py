@@ -174,4 +174,5 @@ def test_a_step_takes_the_longer_of_exchange_and_work(tmp_path):
         one_after_the_other = int(calls) * (WORK + 2 * TRAVEL)
         overlapped = int(calls) * WORK + 2 * TRAVEL
         assert int(calls) == ROUNDS
-        assert overlapped <= float(seconds) < (overlapped + one_after_the_other) / 2
+        # Without overlap it cannot be shorter than the sum; busy cores make it longer.
+        assert overlapped <= float(seconds) < (overlapped + 3 * one_after_the_other) / 4
