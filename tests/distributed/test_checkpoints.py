@@ -84,11 +84,12 @@ def refused(engine: str, case: Case, folder: Path, origin: Path, notes: dict[str
         if flag == "stock":
             from deepspeed.checkpoint import ds_to_universal
 
-            paths = ["--input_folder", str(origin / "saved"), "--output_folder", str(origin / "stock")]
+            # In a folder of its own: it names what it has made as the newest one, for whoever loads from there.
+            paths = ["--input_folder", str(origin / "saved"), "--output_folder", str(folder / "stock")]
             workers = ["--num_extract_workers", "1", "--num_merge_workers", "1", "--inject_missing_state"]
             with mock.patch("sys.argv", ["ds_to_universal", *paths, *workers]):
                 ds_to_universal.main(ds_to_universal.parse_arguments())
-            deepspeed_run.engine.load_checkpoint(origin, tag="stock")
+            deepspeed_run.engine.load_checkpoint(folder, tag="stock")
         else:
             kind = type(deepspeed_run.engine.optimizer)
             name = "load_hp_checkpoint_state_from_checkpoint_dir_stage3"
