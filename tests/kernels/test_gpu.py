@@ -117,10 +117,10 @@ def test_update_beyond_31_bits(device):
     words[8] = 1 - tiles  # as if the launch began at the last tile
     steps, lr = (torch.tensor(values, device=device) for values in ([1.0], 1e-2))
     gpu_device.update[(1,)](
-        torch.tensor(words, device=device), 1, steps, lr, None, None, None, None,
+        torch.tensor(words, device=device), 1, steps, lr, None, None, None,
         PARAM=tl.float32, GRADIENT=tl.float32, EXP_AVG=tl.float32, EXP_AVG_SQ=tl.float32, LAST=tl.float32,
         LOST=None, EXP_AVG_SCALE=None, EXP_AVG_SQ_SCALE=None, LAST_SCALE=None,
-        COMPUTE=tl.float32, RULE="adamw", CORRECTED=True, CAUTIOUS=False, DIVIDED=False,
+        COMPUTE=tl.float32, RULE="adamw", CORRECTED=True, CAUTIOUS=False,
         TILE=kernels.TILE, BLOCK=kernels.BLOCK, MASKED_BLOCK=kernels.MASKED_BLOCK, VECTOR=4,
     )  # fmt: skip
     assert_close(lists, expected)
