@@ -512,7 +512,7 @@ def _grid(heights: Sequence[float], columns: int) -> tuple[Any, Any]:
 
 
 def _label(name: str) -> str:
-    """Return what a picture calls a contender: the rule, in the form that `create` makes without settings."""
+    """Return the name of a contender in the picture: its rule, as `create` makes it by default."""
     forms = {"mars-m": "mars-m, split_fused=none", "mars-m, split c_attn": "mars-m"}
     return forms.get(name, re.sub(r"^Mars\b", "mars-adamw", name))
 

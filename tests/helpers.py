@@ -16,8 +16,7 @@ from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments, default_data_collator
 
 import mars_hf
-from mars_hf.arithmetic.update_rules import update_rule
-from mars_hf.groups.settings import ORTHOGONAL_TYPES
+from mars_hf.arithmetic.update_rules import UPDATE_RULES, update_rule
 from mars_hf.kernels import cpu
 from mars_hf.step.lists import build_lists
 
@@ -124,9 +123,14 @@ def refused(match: str) -> Iterator[None]:
     assert re.search(match, str(end.value.__context__))
 
 
+def orthogonalizes(mars_type: str | None) -> bool:
+    """Tell whether a name is that of a rule that orthogonalizes."""
+    return mars_type in UPDATE_RULES and UPDATE_RULES[mars_type].orthogonalizes
+
+
 def newton_schulz_in(dtype: str, mars_type: str | None) -> dict[str, Any]:
     """Return the setting of a dtype for rules that have Newton-Schulz; None is the default rule."""
-    return {"ns_dtype": dtype} if mars_type in ORTHOGONAL_TYPES else {}
+    return {"ns_dtype": dtype} if orthogonalizes(mars_type) else {}
 
 
 def equal(one: Any, other: Any) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class Units(NamedTuple):
-    """What a tensor holds of the units of its parameter, each of which rests or moves as a whole.
+    """The units of a parameter that a tensor holds. A unit rests or moves as a whole.
 
     A single unit is the whole tensor, and several lie along its first dimension. A flat shard of a stack cuts units:
     there `size` and `start` say where.

@@ -19,7 +19,6 @@ from mars_hf.arithmetic.newton_schulz import SCHEDULES, coefficients_of
 from mars_hf.arithmetic.update_rules import ADAMW, UPDATE_RULES, UpdateRule, update_rule
 
 MARS_TYPES = tuple(name for name, rule in UPDATE_RULES.items() if rule.corrects)
-ORTHOGONAL_TYPES = tuple(name for name, rule in UPDATE_RULES.items() if rule.orthogonalizes)
 ROLES = ("matrix", "vector", "adamw")
 # A name for mars-m as torch.optim.Muon computes it; see `expand`.
 MUON = "muon"

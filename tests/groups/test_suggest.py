@@ -8,11 +8,12 @@ import shlex
 
 import pytest
 import torch
+from helpers import orthogonalizes
 from transformers import Trainer, TrainingArguments
 
 import mars_hf
 from mars_hf.__main__ import main
-from mars_hf.groups.settings import MARS_TYPES, ORTHOGONAL_TYPES
+from mars_hf.groups.settings import MARS_TYPES
 from mars_hf.groups.suggest import suggest, table, update_rms
 
 WIDTH = 32
@@ -26,7 +27,7 @@ def updates(optimizer: torch.optim.Optimizer) -> float:
 
     They are small, so that the clip of MARS does not act. Orthogonalized updates have their size from the first step.
     """
-    steps, warmup = (8, 2) if optimizer.defaults.get("mars_type") in ORTHOGONAL_TYPES else (100, 70)
+    steps, warmup = (8, 2) if orthogonalizes(optimizer.defaults.get("mars_type")) else (100, 70)
     params = [param for group in optimizer.param_groups for param in group["params"]]
     squares = elements = 0.0
     for step in range(steps):
@@ -170,7 +171,7 @@ def test_update_rms(rule, gamma):
 def test_half_lives(rule):
     settings = suggest(rule, 3e-4, width=WIDTH)
     first, second = (math.log(0.5) / math.log(beta) for beta in settings["betas"])
-    assert first == pytest.approx(6.5788 * (2 if rule in ORTHOGONAL_TYPES else 1), rel=1e-4)  # 0.9 ** 6.5788 = 0.5
+    assert first == pytest.approx(6.5788 * (2 if orthogonalizes(rule) else 1), rel=1e-4)  # 0.9 ** 6.5788 = 0.5
     assert second == pytest.approx(13.5134, rel=1e-4)  # 0.95 ** 13.5134 = 0.5
     assert settings["betas_1d"] == (0.9, 0.95) and settings["lr_1d"] == 3e-4
 
