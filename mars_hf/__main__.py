@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> None:
     convert = commands.add_parser("to_universal", help="convert a DeepSpeed ZeRO checkpoint into a universal one")
     convert.add_argument("source", metavar="INPUT_FOLDER", help="folder with the *_optim_states.pt of all ranks")
     convert.add_argument("target", metavar="OUTPUT_FOLDER", help="new folder beside it")
-    commands.add_parser("check", help="compare kernels with plain PyTorch, and two processes with one, on this machine")
+    commands.add_parser("check", help="compare kernels with plain PyTorch on this machine")
     commands.add_parser("configs", help="print the folder of the launch configs for accelerate")
     suggest.add_arguments(commands.add_parser("suggest", help="suggest settings for MARS from those of AdamW"))
     commands.add_parser("compare", help="does an optimizer help on a script of yours? one command answers")
