@@ -35,7 +35,6 @@ PRIVATE_NAMES = {
     "torch.cpu._is_amx_tile_supported": "As the name before.",
     "torch:ops.mkldnn._is_mkldnn_bf16_supported": "As the name before, on ARM.",
     "torch.nn:Module._buffers": "The stale pass would leave running statistics.",
-    "torch.nn:Module._parameters": "Parameters that a model gets in mid-run would not train, without a word.",
     "torch.distributed.tensor.placement_types._StridedShard": (
         "Parameters that FSDP2 and tensor parallelism shard along one dimension are refused."
     ),

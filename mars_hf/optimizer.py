@@ -485,12 +485,11 @@ class Mars(torch.optim.Optimizer):
         return loss
 
     def _compare_with_model(self) -> None:
-        """Raise RuntimeError if the model has got parameters that would not train; looks closely where it changed."""
+        """Raise RuntimeError if the model has got parameters that would not train."""
         if self._watch is None:
             return
         is_due = self._watch.is_due()
-        is_first_step = not self.state
-        if is_first_step or not self._has_gradients() or (is_due and not self._watch.is_unchanged()):
+        if is_due or not self.state or not self._has_gradients():
             message = self._watch.check(self._params())
             if message is not None:
                 self._advice.say("unfrozen", message)

@@ -113,7 +113,6 @@ def test_layers_unfrozen_before_they_are_used():
     assert logged(lambda: train(model, mars, 20)) == []
     del model.forward
     assert len(logged(lambda: train(model, mars, 20), "2 parameters of the model have gradients")) == 1
-    assert mars._watch.is_unchanged()  # a step is as cheap as before
 
 
 def test_an_untied_head():
