@@ -310,9 +310,7 @@ class Mars(torch.optim.Optimizer):
             if self._is_made:
                 param_group = self._with_max_grad_norm(param_group)
             for group in self._as_in_model(param_group):
-                parts = split_by_role(group, self.defaults)
-                self._advice.on_large_lr_1d(group, self.defaults)
-                for part in parts:
+                for part in split_by_role(group, self.defaults):
                     if self._is_made and before:
                         self._match_names(part)
                     self._add_part(part)
