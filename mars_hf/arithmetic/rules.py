@@ -72,8 +72,8 @@ def sums(
 
 
 def sums_of(g: list[Tensor], last: list[Tensor], c: list[Tensor], *, products: bool, corrected: bool) -> Tensor:
-    """Return the rows of `sums`, from what `correct` returns."""
-    wide = sum_dtype(g[0].device)
+    """Return the rows of `sums`, from what `correct` returns; without products c is enough."""
+    wide = sum_dtype(c[0].device)
     rows: list[Tensor | None] = [None] * 4
     if corrected or not last:
         rows[3] = torch.stack(torch._foreach_norm(c, 2, wide)).square()
@@ -82,7 +82,7 @@ def sums_of(g: list[Tensor], last: list[Tensor], c: list[Tensor], *, products: b
     if products and last:
         rows[1] = torch.stack([torch.sum(a.to(wide) * b) for a, b in zip(g, last, strict=True)])
         rows[2] = torch.stack(torch._foreach_norm(last, 2, wide)).square()
-    zeros = torch.zeros(len(g), dtype=wide, device=g[0].device)
+    zeros = torch.zeros(len(c), dtype=wide, device=c[0].device)
     return torch.stack([zeros if row is None else row for row in rows])
 
 

@@ -22,7 +22,6 @@ import sys
 import tempfile
 from array import array
 from collections.abc import Mapping
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +75,6 @@ FLAGS = (
 LIBRARIES = ("-lstdc++",)
 # By the processor's capability as PyTorch reports it; wider vectors do not make memory faster.
 X86_FLAGS = {"AVX2": ("-mavx2", "-mfma"), "AVX512": ("-mavx2", "-mfma")}
-_dtype_of = attrgetter("dtype")
 TIMEOUT = 120.0  # seconds; the kernels need two
 
 
@@ -182,35 +180,33 @@ def _descriptor(
 ) -> array[int]:
     """Return the numbers that describe tensors to the kernels: dtypes, addresses, sizes, seeds (see cpu.cpp).
 
-    Lists have equal sizes, or are empty.
+    Lists are of equal length, or empty; tensors of a list have one dtype, and those at one place one size, as
+    `build_lists` has seen to.
     """
     columns = [buffers.get(name, []) for name in BUFFERS]
-    lists = [params, gradients, *map(tensors_of, columns), rounding.compensations]
-    sizes = list(map(Tensor.numel, gradients))
-    assert all(list(map(Tensor.numel, tensors)) in (sizes, []) for tensors in lists), "sizes differ between lists"
-    assert all(len(set(map(_dtype_of, tensors))) < 2 for tensors in lists), "dtypes differ in a list"
-    absent = [0] * len(sizes)
-    lists_and_scales = [*lists, *map(scales_of, columns)]
-    descriptor = array("q", [TYPES[tensors[0].dtype] if tensors else 0 for tensors in lists_and_scales])
-    for tensors in lists_and_scales:
-        descriptor.extend(list(map(Tensor.data_ptr, tensors)) or absent)
-    descriptor.extend(sizes)
+    lists = [params, gradients, *map(tensors_of, columns), rounding.compensations, *map(scales_of, columns)]
+    absent = [0] * len(gradients)
+    descriptor = array("q", [TYPES[tensors[0].dtype] if tensors else 0 for tensors in lists])
+    for tensors in lists:
+        descriptor.extend(map(Tensor.data_ptr, tensors) if tensors else absent)
+    descriptor.extend(map(Tensor.numel, gradients))
     descriptor.extend(rounding.seeds or absent)
     return descriptor
 
 
 def _scalars(count: int, **columns: Tensor | list[float] | float | None) -> array[float]:
     """Return the Scalars of each tensor (see cpu.cpp), from columns by name; a column that is None or left out is 1."""
-    width = len(SCALARS)
-    scalars = array("d", [1.0]) * (width * count)
-    for position, name in enumerate(SCALARS):
-        column = columns.get(name)
-        if column is None:
-            continue
-        if isinstance(column, Tensor) and column.ndim:
-            column = column.tolist()
-        values = column if isinstance(column, list) else [float(column)] * count
-        scalars[position::width] = array("d", values)
+    of_all, of_each = dict.fromkeys(SCALARS, 1.0), {}
+    for name, column in columns.items():
+        if isinstance(column, list):
+            of_each[name] = column
+        elif isinstance(column, Tensor) and column.ndim:
+            of_each[name] = column.tolist()
+        elif column is not None:
+            of_all[name] = float(column)
+    scalars = array("d", of_all.values()) * count
+    for name, values in of_each.items():
+        scalars[SCALARS.index(name) :: len(SCALARS)] = array("d", values)
     return scalars
 
 

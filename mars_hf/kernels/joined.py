@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import collections
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch._utils import _flatten_dense_tensors
 
 from mars_hf.arithmetic import rules
 from mars_hf.arithmetic.eight_bits import Column, Columns, is_coded, tensors_of
@@ -15,16 +16,18 @@ from mars_hf.arithmetic.eight_bits import Column, Columns, is_coded, tensors_of
 
 def can_sum(gradients: Sequence[Tensor], last_grads: Column) -> bool:
     """Return whether `sums` takes these tensors: contiguous ones, because it adds up in row-major order."""
-    if len(gradients) < 2 or gradients[0].device.type != "cpu" or is_coded(last_grads):
-        return False
-    return all(map(Tensor.is_contiguous, gradients))
+    return _can_join(gradients, [last_grads]) and all(map(Tensor.is_contiguous, gradients))
 
 
 def can_update(params: Sequence[Tensor], buffers: Columns, options: rules.Options) -> bool:
-    """Return whether `update` takes these tensors: all at one step, rounded to nearest, none in 8 bits."""
-    if len(params) < 2 or params[0].device.type != "cpu" or any(map(is_coded, buffers.values())):
-        return False
-    return len(set(options.steps)) == 1 and options.rounding.kind == "nearest"
+    """Return whether `update` takes these tensors: all at one step, rounded to nearest."""
+    have_one_step = len(set(options.steps)) == 1
+    return _can_join(params, buffers.values()) and have_one_step and options.rounding.kind == "nearest"
+
+
+def _can_join(tensors: Sequence[Tensor], columns: Iterable[Column]) -> bool:
+    """Return whether tensors are several, on a CPU, with no buffer in 8 bits."""
+    return len(tensors) > 1 and tensors[0].device.type == "cpu" and not any(map(is_coded, columns))
 
 
 def sums(
@@ -37,34 +40,44 @@ def sums(
     corrected: bool = True,
 ) -> Tensor:
     """Take the sums of `rules.sums`, to the bit."""
-    joined_last = [_join(last_grads)] if last_grads else []
-    of_all = rules.correct([_join(gradients)], joined_last, grad_scale, k if corrected else None)
+    joined_last = [_flatten_dense_tensors(last_grads)] if last_grads else []
+    g, last, c = rules.correct([_flatten_dense_tensors(gradients)], joined_last, grad_scale, k if corrected else None)
+    if not products:
+        g, last = [], []
     sizes = list(map(Tensor.numel, gradients))
-    g, last, c = [list(joined[0].split(sizes)) if joined else [] for joined in of_all]
-    return rules.sums_of(g, last, c, products=products, corrected=corrected)
+    parts = [list(joined[0].double().split(sizes)) if joined else [] for joined in (g, last, c)]
+    return rules.sums_of(*parts, products=products, corrected=corrected)
 
 
 def update(params: list[Tensor], gradients: list[Tensor], buffers: Columns, options: rules.Options) -> None:
     """Update as `rules.update` does, to the bit."""
-    lists = {name: tensors_of(column) for name, column in buffers.items()}
-    joined = {name: [_join(tensors)] for name, tensors in lists.items()}
-    joined_params = _join(params)
-    factors = options.factors
-    if factors is not None:  # one for each element
-        sizes = torch.tensor(list(map(Tensor.numel, params)))
-        factors = factors.repeat_interleave(sizes).unsqueeze(0)
-    options = replace(options, steps=options.steps[:1], factors=factors)
-    rules.update([joined_params], [_join(gradients)], joined, options)
-    for name, tensors in lists.items():
-        _part(joined[name][0], tensors)
-    _part(joined_params, params)
+    by_shape: dict[torch.Size, list[int]] = collections.defaultdict(list)
+    for position, param in enumerate(params):
+        by_shape[param.shape].append(position)
+    lists = {"params": params, "grads": gradients, **dict(zip(buffers, map(tensors_of, buffers.values()), strict=True))}
+    stacks: dict[str, list[list[Tensor]]] = collections.defaultdict(list)
+    factors = []  # one for each element
+    for shape, positions in by_shape.items():
+        for name, tensors in lists.items():
+            stacks[name].append([tensors[position] for position in positions])
+        if options.factors is not None:
+            factors.append(options.factors[positions].unsqueeze(1).expand(-1, shape.numel()).flatten())
+    if factors:
+        options = replace(options, factors=torch.cat(factors).unsqueeze(0))
+    joined = {name: [_join(of_list)] for name, of_list in stacks.items()}
+    joined_params, joined_gradients = joined.pop("params"), joined.pop("grads")
+    rules.update(joined_params, joined_gradients, joined, replace(options, steps=options.steps[:1]))
+    for name, (tensor,) in {"params": joined_params, **joined}.items():
+        _part(tensor, stacks[name])
 
 
-def _join(tensors: list[Tensor]) -> Tensor:
-    """Return a new flat tensor with the elements of all."""
-    return _flatten_dense_tensors(tensors)
+def _join(stacks: Sequence[list[Tensor]]) -> Tensor:
+    """Return a new flat tensor with the elements of all, which are of one shape in each stack."""
+    return torch.cat([torch.stack(tensors).flatten() for tensors in stacks])
 
 
-def _part(joined: Tensor, tensors: list[Tensor]) -> None:
+def _part(joined: Tensor, stacks: Sequence[list[Tensor]]) -> None:
     """Copy the elements of a flat tensor back."""
-    torch._foreach_copy_(tensors, _unflatten_dense_tensors(joined, tensors))
+    parts = joined.split([len(tensors) * tensors[0].numel() for tensors in stacks])
+    for part, tensors in zip(parts, stacks, strict=True):
+        torch.unbind_copy(part.view(len(tensors), *tensors[0].shape), out=tensors)
