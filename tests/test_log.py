@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 
 import pytest
+from forks import run_in_forks
 
 # A bfloat16 model at a rate of fine-tuning, which loses most updates.
 MODEL = """
@@ -42,58 +39,50 @@ ACCELERATE = """
 LOST = "2 parameters are bfloat16"
 
 
-def errors_of(script: str, folder: Path, *launcher: str) -> list[str]:
-    """Return what a script writes to stderr, under Python's own filters of warnings."""
-    path = folder / "script.py"
-    path.write_text("\n".join(textwrap.dedent(part) for part in (MODEL, script)))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for name in ("PYTHONWARNINGS", "RANK", "LOCAL_RANK"):
-        environment.pop(name, None)
-    command = [sys.executable, *launcher, str(path)]
-    finished = subprocess.run(command, capture_output=True, text=True, cwd=folder, env=environment)
-    assert finished.returncode == 0, finished.stderr
-    return finished.stderr.splitlines()
-
-
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_ranks_of_a_launcher_say_it_once(tmp_path):
     """Also what is said before there is a process group, as of an optimizer that was made first."""
     script = ACCELERATE.replace("create(model, lr=2e-5)", "create(model, lr=2e-5, weight_decay_mode='cautious')")
-    launcher = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
-    lines = errors_of(
-        script, tmp_path, *launcher, "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"
-    )
+    launch = ["-m", "accelerate.commands.launch", "--cpu", "--num_processes", "2", "--num_machines", "1"]
+    launch += ["--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]
+    finished = run_in_forks({"run": MODEL + script}, tmp_path, [], launch)["run"]
+    assert finished.returncode == 0, finished.stderr
+    lines = finished.stderr.splitlines()
     assert sum(LOST in line or "1 parameters are bfloat16" in line for line in lines) == 1
     assert sum("weight_decay is 0 in all groups" in line for line in lines) == 1
 
 
+# What the user sets up before the first line and after it, and what stderr then has.
+LOGGING = {
+    "none": ("", "", ["one", "two", "three"]),
+    "after": ("", "logging.basicConfig(format='user: %(message)s')", ["one", "user: two", "user: three"]),
+    "before": ("logging.basicConfig(format='user: %(message)s')", "", ["user: one", "user: two", "user: three"]),
+    "errors alone": ("logging.getLogger('mars_hf').setLevel('ERROR')", "", []),
+    "warnings": ("", "logging.getLogger('mars_hf').setLevel('WARNING')", ["one", "two"]),
+    # It silences loggers that exist, which nobody asks for who writes it.
+    "dictConfig": ("logging.config.dictConfig({'version': 1})", "", ["one", "two", "three"]),
+}
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("before", "after", "expected"),
-    [
-        ("", "", ["one", "two", "three"]),
-        ("", "logging.basicConfig(format='user: %(message)s')", ["one", "user: two", "user: three"]),
-        ("logging.basicConfig(format='user: %(message)s')", "", ["user: one", "user: two", "user: three"]),
-        ("logging.getLogger('mars_hf').setLevel('ERROR')", "", []),
-        ("", "logging.getLogger('mars_hf').setLevel('WARNING')", ["one", "two"]),
-        # It silences loggers that exist, which nobody asks for who writes it.
-        ("logging.config.dictConfig({'version': 1})", "", ["one", "two", "three"]),
-    ],
-)
-def test_before_and_after_the_users_logging(before, after, expected, tmp_path):
+def test_before_and_after_the_users_logging(tmp_path):
     """Lines show without any, once each, and where the user sends them as soon as there is some."""
-    script = f"""
-import logging, logging.config, sys
-from mars_hf import log
-{before}
-log.warning("one")
-{after}
-log.warning("two")
-log.info("three")
-"""
-    lines = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stderr
-    assert lines.splitlines() == expected
+    script = """
+        import logging, logging.config
+        from mars_hf import log
+        BEFORE
+        log.warning("one")
+        AFTER
+        log.warning("two")
+        log.info("three")
+    """
+    scripts = {
+        name: script.replace("BEFORE", before).replace("AFTER", after) for name, (before, after, _) in LOGGING.items()
+    }
+    finished = run_in_forks(scripts, tmp_path, ["torch"])
+    written = {name: each.stderr.splitlines() for name, each in finished.items()}
+    assert written == {name: lines for name, (*_, lines) in LOGGING.items()}
 
 
 ENGINE = """
@@ -116,14 +105,20 @@ ENGINE = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "count"), [("", 0), ("WarmupLR", 1)])
-@pytest.mark.parametrize("stage", [1, 2, 3])
-def test_one_rate_under_zero(stage, schedule, count, tmp_path):
+def test_one_rate_under_zero(tmp_path, monkeypatch):
     """ZeRO-1 and 2 show an optimizer one group at a time; only a scheduler that assigns one rate to all is told."""
     pytest.importorskip("deepspeed")
-    script = ENGINE.replace("DISTRIBUTED", str(Path(__file__).parent / "distributed"))
-    lines = errors_of(script.replace("STAGE", str(stage)).replace("SCHEDULE", schedule), tmp_path)
-    assert sum("groups have the learning rate" in line for line in lines) == count
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    script = MODEL + ENGINE.replace("DISTRIBUTED", str(Path(__file__).parent / "distributed"))
+    scripts = {
+        f"stage {stage}, {schedule}": script.replace("STAGE", str(stage)).replace("SCHEDULE", schedule)
+        for stage in (1, 2, 3)
+        for schedule in ("", "WarmupLR")
+    }
+    finished = run_in_forks(scripts, tmp_path, ["deepspeed", "mars_hf.optimizer"])
+    assert [each.stderr for each in finished.values() if each.returncode] == []
+    counts = {name: each.stderr.count("groups have the learning rate") for name, each in finished.items()}
+    assert counts == {name: int(name.endswith("WarmupLR")) for name in scripts}
 
 
 @pytest.mark.parametrize(

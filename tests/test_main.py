@@ -12,6 +12,7 @@ from pathlib import Path
 import helpers
 import pytest
 import torch
+from forks import run_in_forks
 
 import mars_hf
 from mars_hf.__main__ import main
@@ -170,13 +171,19 @@ ENDS = {
 }
 
 
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory) -> dict[str, subprocess.CompletedProcess[str]]:
+    """Run all loops."""
+    arguments = {loop: ["--optim", "mars_m", *(["--help"] * (loop == "help"))] for loop in LOOPS}
+    imports = ["accelerate", "transformers.trainer"]
+    return run_in_forks(LOOPS, tmp_path_factory.mktemp("loops"), imports, ["-m", "mars_hf", "run"], arguments)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("loop", LOOPS)
-def test_run_stops_loops_without_mars(loop, tmp_path):
+def test_run_stops_loops_without_mars(loop, ended):
     """At the first step of another optimizer, unless there is a Mars, too; at the end if none has trained."""
-    (tmp_path / "loop.py").write_text(textwrap.dedent(LOOPS[loop]))
-    command = [sys.executable, "-m", "mars_hf", "run", "loop.py", "--optim", "mars_m", *(["--help"] * (loop == "help"))]
-    finished = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    finished = ended[loop]
     code, line = ENDS[loop]
     assert finished.returncode == code, finished.stderr
     if line is not None:

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
-
 import pytest
 import torch
+from forks import run_in_forks
 from helpers import logged
 from torch import nn
 
@@ -41,17 +37,21 @@ SCRIPTS = {
 }
 
 
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Run all scripts."""
+    trainer = "import mars_hf.training.trainer\n"
+    scripts = {name: f"{MODEL}{trainer * (name == 'optim')}{code}\n" for name, code in SCRIPTS.items()}
+    return run_in_forks(scripts, tmp_path_factory.mktemp("scripts"), ["accelerate", "transformers.trainer"])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_a_person_reads_that_weights_do_not_move(script, tmp_path):
-    code = MODEL + ("import mars_hf.training.trainer\n" if script == "optim" else "") + SCRIPTS[script]
-    variables = {**os.environ, "OMP_NUM_THREADS": "1"}
-    finished = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code)], cwd=tmp_path, env=variables, capture_output=True, text=True
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert finished.stderr.count("do not move") == 1
-    assert "parameters are bfloat16 and take rounding='nearest'" in finished.stderr
+def test_a_person_reads_that_weights_do_not_move(script, finished):
+    written = finished[script].stderr
+    assert finished[script].returncode == 0, written
+    assert written.count("do not move") == 1
+    assert "parameters are bfloat16 and take rounding='nearest'" in written
 
 
 def test_deepspeed_shows_one_group_at_a_time():
