@@ -56,9 +56,7 @@ NOUNS = {
     "arithmetic/resting.py": ["Units"],
     "arithmetic/rules.py": ["Arithmetic", "Options", "Rounding"],
     "arithmetic/update_rules.py": ["UpdateRule"],
-    "distributed/exchange.py": [
-        "Exchange", "Matrix", "MatrixPlanner", "Parcel", "ProcessGroups", "_Chunks", "_Form", "_Member", "_Trip",
-    ],
+    "distributed/exchange.py": ["Exchange", "Matrix", "MatrixPlanner", "Parcel", "ProcessGroups", "_Box", "_Member"],
     "distributed/norms.py": ["Compared", "GroupSums"],
     "distributed/shards.py": ["Shards"],
     "distributed/tensors.py": ["Shard", "ShardSpec", "Slice"],

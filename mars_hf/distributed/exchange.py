@@ -8,11 +8,13 @@ generator, which yields where it would wait.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import heapq
+import itertools
+import math
 import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -36,8 +38,6 @@ CHUNK_ELEMENTS_CPU = 2**22
 CHUNK_ELEMENTS, CHUNK_SHARE = 2**25, 1 / 8
 # Rounds of an exchange overlap, so a rank's work is cut into several, unless they become too small to pay.
 ROUNDS, ROUND_ELEMENTS = 4, 2**22
-# Largest work of the busiest rank, relative to the best division, if that saves communication.
-SLACK = 1.1
 
 
 # --- who works on what ------------------------------------------------------------------------------------------------
@@ -50,15 +50,14 @@ class Matrix(NamedTuple):
     shape: torch.Size  # of the whole parameter
     cost: float  # of the work, in any unit
     slice_of: Callable[[int], Slice | None]  # what a rank holds, by its number among those that hold shards
-    only_holder: int | None = None  # the only rank that holds any of it
     group: int = 0  # index of its parameter group
     rows: int = 0  # that have a state
 
 
 # Matrices that are worked on at a time, each with its owner: a replica, and a rank in it.
 Round = list[tuple[Matrix, tuple[int, int]]]
-_STATUS = -1  # in place of the index of a parameter
 # See `Exchange.run`.
+Held = Mapping[int, tuple[Tensor, Tensor]]
 Work = Callable[[list[Matrix], list[Tensor], list[Tensor]], list[Tensor]]
 
 
@@ -76,7 +75,12 @@ def plan_rounds(
         max_elements: of the whole matrices that a rank receives in one round, unless one has more.
     """
     matrices = sorted(matrices, key=lambda matrix: (-matrix.cost, matrix.param_index))
-    owners = _owners(matrices, ranks * replicas)
+    least_loaded = [(0.0, rank) for rank in range(ranks * replicas)]  # a heap
+    owners = []
+    for matrix in matrices:
+        load, rank = least_loaded[0]
+        owners.append(rank)
+        heapq.heapreplace(least_loaded, (load + matrix.cost, rank))
     sizes = [matrix.shape.numel() for matrix in matrices]
     chunks = chunks_of(owners, sizes, [max_elements // replicas] * len(matrices))
     numbers = [number for _, number in chunks]
@@ -85,34 +89,6 @@ def plan_rounds(
         # Neighbors are ranks of different replicas, so none idles while another has two.
         rounds[number].append((matrix, (owner % replicas, owner // replicas)))
     return rounds
-
-
-def _owners(matrices: Sequence[Matrix], ranks: int) -> list[int]:
-    """Return the rank that works on each matrix: the only one that holds it, if that makes no rank much busier."""
-    owners, busiest = _divide(matrices, ranks, -1.0)
-    if all(matrix.only_holder is None for matrix in matrices):
-        return owners
-    with_holders, most = _divide(matrices, ranks, SLACK * busiest)
-    return with_holders if most <= SLACK * busiest else owners
-
-
-def _divide(matrices: Sequence[Matrix], ranks: int, limit: float) -> tuple[list[int], float]:
-    """Return owners and the largest load; matrices with one holder stay there up to a load of `limit`."""
-    owners = [-1] * len(matrices)
-    loads = [0.0] * ranks
-    for position, matrix in enumerate(matrices):
-        holder = matrix.only_holder
-        if holder is not None and loads[holder] + matrix.cost <= limit:
-            owners[position] = holder
-            loads[holder] += matrix.cost
-    least_loaded = [(load, rank) for rank, load in enumerate(loads)]
-    heapq.heapify(least_loaded)
-    for position, matrix in enumerate(matrices):
-        if owners[position] < 0:
-            load, rank = least_loaded[0]
-            owners[position] = rank
-            heapq.heapreplace(least_loaded, (load + matrix.cost, rank))
-    return owners, max(least_loaded)[0]
 
 
 # --- there and back ---------------------------------------------------------------------------------------------------
@@ -137,32 +113,28 @@ class ProcessGroups(NamedTuple):
 
 
 class Parcel(NamedTuple):
-    """What travels of a matrix: a part of it, and the state of its rows, which all ranks hold alike; maybe empty."""
+    """What travels of a matrix: a rank's part of it, and the state of its rows, which all ranks hold alike."""
 
+    matrix: Matrix
+    slice: Slice
     part: Tensor
-    rows: Tensor
+    rows: Tensor  # maybe empty
 
 
-class _Form(NamedTuple):
-    """The form of a parcel."""
+class _Box(NamedTuple):
+    """Bytes for what this rank sends to others or gets from them, and views of what is in them.
 
-    shape: torch.Size  # of its part
-    rows: int  # that have a state
+    For each rank, one after the other: the parcels of some matrices, and whether a rank has failed.
+    """
 
-
-@dataclass
-class _Trip:
-    """A round on its way."""
-
-    calls: int = 0  # of communication
-    done: int = 0  # those before this rank has failed
-    heard_here: Tensor | None = None  # whether a rank of this replica has failed
-    heard_there: Tensor | None = None  # or of any
+    flat: Tensor
+    sizes: list[int]  # bytes of each rank
+    parcels: list[Parcel]
+    statuses: list[Tensor]  # 0-d: 1 if it has failed, else 0
 
 
-# A round that goes on: it yields while it communicates, and returns the directions, or parcels on their way.
-Directions = Generator[None, None, dict[int, Tensor]]
-_Parcels = Generator[None, None, dict[int, Parcel]]
+# A round that goes on: it yields while it communicates.
+Travel = Generator[None, None, None]
 
 
 class Exchange:
@@ -183,7 +155,6 @@ class Exchange:
         self._ranks, self._rank = _size_and_rank(groups.shards)
         self._replicas, self._replica = _size_and_rank(groups.replicas)
         self._row_dtype = torch.promote_types(groups.dtype, torch.float32)
-        self._no_rows = torch.empty(0, dtype=self._row_dtype, device=groups.device)
         share = sum(matrix.shape.numel() for matrix in matrices) // (self._ranks * self._replicas)
         self.rounds = plan_rounds(
             matrices,
@@ -196,305 +167,186 @@ class Exchange:
     def start(self) -> None:
         """Begin a step."""
         self.has_failed = self.is_broken = False
-        self._heard: Tensor | None = None  # how often a rank has said that it has failed; None before a round
+        self._heard: list[Tensor] = []  # by round, whether a rank has said that it has failed
 
     def tell(self, message: str | None) -> str | None:
         """Return the message of a rank that has failed before its last word in this step; None if there is none.
 
         Collective if there is one. Waits for the device. `message` is this rank's; None if it has not failed.
         """
-        if self._heard is None or not self._heard.any():
+        if not self._heard or not torch.stack(self._heard).any():
             return None
         for group in (self.groups.shards, self.groups.replicas):
             if group is not None:
                 message = first_message(message, group)
         return message
 
-    def run(
-        self, matrices: Round, held: Mapping[int, Parcel], work: Work, error: Exception | None = None
-    ) -> Directions:
-        """Gather whole matrices on their owners, do the work there, and return this rank's parts of the results.
+    def run(self, matrices: Round, held: Held, work: Work, error: Exception | None = None) -> Travel:
+        """Gather whole matrices on their owners, do the work there, and put the results in the place of what was held.
 
         It yields whenever it has begun to communicate. A rank that fails takes part to the end, with what it has, since
         the others wait for it.
 
         Args:
             matrices: those of a round that have gradients, with their owners; the same on all ranks.
-            held: by index, this rank's part of each, in the dtype of the iteration, and the state of its rows, which
-                is modified.
+            held: by index, this rank's part of each, in the dtype of the iteration, and the state of its rows.
             work: maps matrices, their whole tensors and the state of their rows, which it modifies, to results of the
                 same shapes and dtype.
             error: what this rank has failed with on its way here; raised at the end.
         """
-        trip = _Trip()
-        if error is None:
-            try:
-                results = yield from self._run(trip, matrices, held, work)
-                for index, result in results.items():
-                    held[index].rows.copy_(result.rows)
-                self._end_round(trip)
-                return {index: result.part for index, result in results.items()}
-            except Exception as raised:
-                if self.is_broken:
-                    raise
-                error = raised
-        traceback.clear_frames(error.__traceback__)  # which hold memory
-        self.has_failed = True
-        trip.calls, trip.done = 0, trip.calls
+        errors: list[Exception] = []
         try:
-            yield from self._run(trip, matrices, held, lambda owned, wholes, rows: wholes)
+            yield from self._run(matrices, held, work, error, errors)
         except Exception:
             self.is_broken = True
             raise
-        self._end_round(trip)
-        raise error
+        if errors:
+            raise errors[0]
 
-    def _end_round(self, trip: _Trip) -> None:
-        """Add up what has been heard."""
-        heard = trip.heard_here if self.groups.replicas is None else trip.heard_there
-        if heard is not None:
-            self._heard = heard if self._heard is None else self._heard + heard
-
-    def _run(self, trip: _Trip, matrices: Round, held: Mapping[int, Parcel], work: Work) -> _Parcels:
-        """Return this rank's parts of the results, with new states of rows; skip what the trip says is done."""
-        owned = [matrix for matrix, owner in matrices if owner == (self._replica, self._rank)]
-        by_replica = self._held_by_owner(matrices, held)
-        own = {index: parcel._replace(rows=self._as_sent(parcel.rows)) for index, parcel in held.items()}
-        if self.groups.shards is None:
-            results = self._work_alone(owned, own, work)
-        else:
-            results = yield from self._work_within_replica(trip, owned, by_replica[self._replica], own, work)
-        if self.groups.replicas is not None:
-            # What has happened since ranks of this replica have told each other is for the next round: else some would
-            # hear it in this one, and some not.
-            status = self._status() if trip.heard_here is None else self._as_status(trip.heard_here)
-            results = yield from self._from_replicas(trip, by_replica, results, own, status)
-        return results
-
-    def _status(self) -> Parcel:
-        """Return what tells whether this rank has failed."""
-        return self._as_status(
-            torch.full((), float(self.has_failed), dtype=self.groups.dtype, device=self.groups.device)
-        )
-
-    def _as_status(self, flag: Tensor) -> Parcel:
-        return Parcel(flag.expand(_aligned(1) // self.groups.dtype.itemsize), self._no_rows)
-
-    def _as_sent(self, rows: Tensor) -> Tensor:
-        """Return the state of rows in the dtype that all ranks send."""
-        return rows.to(self.groups.device, self._row_dtype) if rows.numel() else self._no_rows
-
-    def _held_by_owner(self, matrices: Round, held: Mapping[int, Parcel]) -> list[list[tuple[int, int]]]:
-        """Return what this rank has a part of, by the replica that works on it: owners' ranks and indices."""
-        by_replica: list[list[tuple[int, int]]] = [[] for _ in range(self._replicas)]
-        for matrix, (replica, rank) in matrices:
-            if matrix.param_index in held:
-                by_replica[replica].append((rank, matrix.param_index))
-        for of_replica in by_replica:
-            of_replica.sort(key=lambda pair: pair[0])
-        return by_replica
-
-    def _work_alone(self, owned: list[Matrix], own: Mapping[int, Parcel], work: Work) -> dict[int, Parcel]:
-        """Return the results of the matrices that this rank holds whole and works on."""
-        wholes = [own[matrix.param_index] for matrix in owned]
-        parts = [whole.part.to(self.groups.device) for whole in wholes]
-        directions = work(owned, parts, [whole.rows for whole in wholes])
-        results = {}
-        for matrix, direction, whole in zip(owned, directions, wholes, strict=True):
-            results[matrix.param_index] = Parcel(direction, whole.rows)
-        return results
-
-    def _work_within_replica(
-        self,
-        trip: _Trip,
-        owned: list[Matrix],
-        leaving: Sequence[tuple[int, int]],
-        own: Mapping[int, Parcel],
-        work: Work,
-    ) -> _Parcels:
-        """Return this rank's parts of what its replica works on; `leaving`: owners' ranks and indices."""
-        coming = self._slices_of_ranks(owned)
+    def _run(self, matrices: Round, held: Held, work: Work, error: Exception | None, errors: list[Exception]) -> Travel:
+        """Keep in `errors` what this rank fails with, and raise what breaks the exchange."""
+        owned: dict[tuple[int, int], list[Matrix]] = {}
+        for matrix, owner in matrices:
+            if matrix.shape.numel():
+                owned.setdefault(owner, []).append(matrix)
+        own = owned.get((self._replica, self._rank), [])
+        mine = theirs = self._box_for(self._replica, owned)
+        if self.groups.shards is not None:
+            theirs = self._box([_parts(own, rank) for rank in range(self._ranks)])
         # Gather.
-        arrived = yield from self._to_owners(trip, leaving, own, coming)
-        wholes = {matrix.param_index: self._empty(matrix.shape, self.groups.dtype) for matrix in owned}
-        rows = {matrix.param_index: self._no_rows for matrix in owned}
-        views = []
-        for (_, matrix, part), parcel in zip(coming, arrived, strict=True):
-            views.append(part.of(wholes[matrix.param_index]))
-            rows[matrix.param_index] = parcel.rows
-        if views:
-            pieces = [parcel.part.view(view.shape) for parcel, view in zip(arrived, views, strict=True)]
-            torch._foreach_copy_(views, pieces)
+        with self._kept(errors):
+            _copy(_tensors_in(mine.parcels), _tensors_of(mine.parcels, held))
+            if error is not None:
+                raise error
+        yield from self._all_to_all(theirs, mine)
         # Orthogonalize.
-        results = [result.contiguous() for result in work(owned, list(wholes.values()), list(rows.values()))]
-        directions = dict(zip(wholes, results, strict=True))
-        # Scatter.
-        parcels = []
-        for rank, matrix, part in coming:
-            index = matrix.param_index
-            parcels.append((rank, Parcel(part.of(directions[index]), rows[index])))
-        return (yield from self._from_owners(trip, leaving, own, parcels))
+        with self._kept(errors):
+            if not errors:
+                self._work(own, theirs.parcels, work)
+        status = torch.full((), float(self.has_failed), dtype=self.groups.dtype, device=self.groups.device)
+        _copy(theirs.statuses, [status] * len(theirs.statuses))
+        # Scatter. What has happened since this status is for the next round: else some ranks of other replicas would
+        # hear it in this one, and some not.
+        yield from self._all_to_all(mine, theirs)
+        boxes = yield from self._of_all_replicas(mine, owned)
+        statuses = itertools.chain.from_iterable([box.statuses for box in boxes])
+        self._heard.append(torch.stack([*statuses]).amax())
+        with self._kept(errors):
+            for box in boxes:
+                _copy(_tensors_of(box.parcels, held), _tensors_in(box.parcels))
 
-    def _to_owners(
-        self,
-        trip: _Trip,
-        leaving: Sequence[tuple[int, int]],
-        own: Mapping[int, Parcel],
-        coming: Sequence[tuple[int, Matrix, Slice]],
-    ) -> Generator[None, None, list[Parcel]]:
-        """Send each parcel to the rank that works on its matrix, and return those that come, in their order."""
-        sent = [(rank, own[index]) for rank, index in leaving]
-        forms = [(rank, _Form(part.shape(matrix.shape), matrix.rows)) for rank, matrix, part in coming]
-        return (yield from self._all_to_all(trip, sent, forms))
-
-    def _from_owners(
-        self,
-        trip: _Trip,
-        leaving: Sequence[tuple[int, int]],
-        own: Mapping[int, Parcel],
-        parcels: Sequence[tuple[int, Parcel]],
-    ) -> _Parcels:
-        """Send parcels to their ranks, and return those that come back for this rank's own, by index.
-
-        Every rank gets a status too. `leaving` and `parcels` are in the order of ranks.
-        """
-        status = self._status()
-        sent = [*parcels, *[(rank, status) for rank in range(self._ranks)]]
-        coming = [(rank, index, _form_of(own[index])) for rank, index in leaving]
-        coming += [(rank, _STATUS, _form_of(status)) for rank in range(self._ranks)]
-        sent.sort(key=lambda entry: entry[0])
-        coming.sort(key=lambda entry: entry[0])
-        is_heard = trip.calls >= trip.done
-        returned = yield from self._all_to_all(trip, sent, [(rank, form) for rank, _, form in coming])
-        if is_heard:
-            statuses = [parcel for (_, index, _), parcel in zip(coming, returned, strict=True) if index == _STATUS]
-            trip.heard_here = _largest(statuses)
-        indices = [index for _, index, _ in coming]
-        return {index: parcel for index, parcel in zip(indices, returned, strict=True) if index != _STATUS}
-
-    def _slices_of_ranks(self, owned: list[Matrix]) -> list[tuple[int, Matrix, Slice]]:
-        """Return what each rank holds of the matrices that this one works on, rank by rank."""
-        slices = []
-        for rank in range(self._ranks):
-            for matrix in owned:
-                part = matrix.slice_of(rank)
-                if part is not None and part.shape(matrix.shape).numel():
-                    slices.append((rank, matrix, part))
-        return slices
-
-    def _from_replicas(
-        self,
-        trip: _Trip,
-        by_replica: Sequence[Sequence[tuple[int, int]]],
-        results: Mapping[int, Parcel],
-        own: Mapping[int, Parcel],
-        status: Parcel,
-    ) -> _Parcels:
-        """Return what all replicas work on, in the forms of `own`; `by_replica`: see `_held_by_owner`.
-
-        Each replica sends a status too, behind its results.
-        """
-        form = _form_of(status)
-        forms_by_replica = [{index: _form_of(own[index]) for _, index in held} | {_STATUS: form} for held in by_replica]
-        results = {**results, _STATUS: status}
-        flats = []
-        for replica, forms in enumerate(forms_by_replica):
-            if replica == self._replica:
-                flats.append(self._pack([results[index] for index in forms]))
-            else:
-                flats.append(self._empty((sum(map(self._size, forms.values())),), torch.uint8))
-        is_heard = trip.calls >= trip.done
-        yield from self._communicate(trip, lambda: self._broadcast(flats))
-        parcels: dict[int, Parcel] = {}
-        statuses = []
-        for forms, flat in zip(forms_by_replica, flats, strict=True):
-            parcels.update(zip(forms, self._unpack(flat, list(forms.values())), strict=True))
-            statuses.append(parcels.pop(_STATUS))
-        if is_heard:
-            trip.heard_there = _largest(statuses)
-        return parcels
-
-    def _broadcast(self, flats: Sequence[Tensor]) -> list[Any]:
-        """Begin to send each replica's bytes to the others."""
-        group = self.groups.replicas
-        return [dist.broadcast(flat, group_src=source, group=group, async_op=True) for source, flat in enumerate(flats)]
-
-    def _all_to_all(
-        self, trip: _Trip, leaving: Sequence[tuple[int, Parcel]], coming: Sequence[tuple[int, _Form]]
-    ) -> Generator[None, None, list[Parcel]]:
-        """Send parcels to ranks, rank by rank, and return those that come, in their order."""
-        sent, received = [0] * self._ranks, [0] * self._ranks  # bytes
-        for rank, parcel in leaving:
-            sent[rank] += self._size(_form_of(parcel))
-        for rank, form in coming:
-            received[rank] += self._size(form)
-        flat = self._empty((sum(received),), torch.uint8)
-        packed = self._pack([parcel for _, parcel in leaving])
-        group = self.groups.shards
-        yield from self._communicate(
-            trip, lambda: [dist.all_to_all_single(flat, packed, received, sent, group=group, async_op=True)]
-        )
-        return self._unpack(flat, [form for _, form in coming])
-
-    def _communicate(self, trip: _Trip, begin: Callable[[], list[Any]]) -> Iterator[None]:
-        """Begin a round's next communication, let others go on, and end it; skip what was done before a failure."""
-        trip.calls += 1
-        if trip.calls <= trip.done:
-            return
+    @contextlib.contextmanager
+    def _kept(self, errors: list[Exception]) -> Iterator[None]:
+        """Keep an error of the block, while others wait for this rank."""
         try:
-            works = begin()
             yield
-            for work in works:
-                work.wait()
-        except Exception:
-            self.is_broken = True
-            raise
+        except Exception as error:
+            traceback.clear_frames(error.__traceback__)  # which hold memory
+            errors.append(error)
+            self.has_failed = True
 
-    def _pack(self, parcels: Sequence[Parcel]) -> Tensor:
-        """Return parcels as bytes, which every communication backend knows, one after the other."""
-        forms = [_form_of(parcel) for parcel in parcels]
-        flat = self._empty((sum(map(self._size, forms)),), torch.uint8)
-        copies = [tensor for parcel in self._unpack(flat, forms) for tensor in parcel if tensor.numel()]
-        tensors = [tensor for parcel in parcels for tensor in parcel if tensor.numel()]
-        if tensors:
-            torch._foreach_copy_(copies, tensors)
-        return flat
+    def _work(self, own: list[Matrix], parcels: Sequence[Parcel], work: Work) -> None:
+        """Put the parts of the directions of this rank's matrices in the place of those of their first moments."""
+        wholes = {matrix.param_index: self._empty(matrix.shape, self.groups.dtype) for matrix in own}
+        rows = {parcel.matrix.param_index: parcel.rows for parcel in parcels}
+        places = _places(parcels, wholes)
+        parts = [parcel.part.view(place.shape) for parcel, place in zip(parcels, places, strict=True)]
+        _copy(places, parts)
+        results = work(own, [*wholes.values()], [rows[index] for index in wholes])
+        _copy(parts, _places(parcels, dict(zip(wholes, results, strict=True))))
+        _copy([parcel.rows for parcel in parcels], [rows[parcel.matrix.param_index] for parcel in parcels])
 
-    def _unpack(self, flat: Tensor, forms: Sequence[_Form]) -> list[Parcel]:
-        """Return views of the parcels in some bytes."""
-        parcels = []
-        start = 0
-        for form in forms:
-            end = start + form.shape.numel() * self.groups.dtype.itemsize
-            part = flat[start:end].view(self.groups.dtype).view(form.shape)
-            rows = self._no_rows
-            if form.rows:
-                first = _aligned(end)
-                rows = flat[first : first + form.rows * self._row_dtype.itemsize].view(self._row_dtype)
-            parcels.append(Parcel(part, rows))
-            start += self._size(form)
-        return parcels
+    def _all_to_all(self, received: _Box, sent: _Box) -> Travel:
+        """Send each rank of this replica its bytes in a box, and receive those in another one."""
+        group = self.groups.shards
+        if group is None:
+            return
+        sizes = received.sizes, sent.sizes
+        work = dist.all_to_all_single(received.flat, sent.flat, *sizes, group=group, async_op=True)
+        yield
+        work.wait()
 
-    def _size(self, form: _Form) -> int:
-        """Return the bytes of a parcel."""
-        part = _aligned(form.shape.numel() * self.groups.dtype.itemsize)
-        return part + _aligned(form.rows * self._row_dtype.itemsize)
+    def _of_all_replicas(
+        self, mine: _Box, owned: Mapping[tuple[int, int], Sequence[Matrix]]
+    ) -> Generator[None, None, list[_Box]]:
+        """Send the results of this replica to the others, and return them with theirs."""
+        group = self.groups.replicas
+        if group is None:
+            return [mine]
+        boxes, works = [], []
+        for replica in range(self._replicas):
+            box = mine if replica == self._replica else self._box_for(replica, owned)
+            works.append(dist.broadcast(box.flat, group_src=replica, group=group, async_op=True))
+            boxes.append(box)
+        yield
+        for of_replica in works:
+            of_replica.wait()
+        return boxes
+
+    def _box_for(self, replica: int, owned: Mapping[tuple[int, int], Sequence[Matrix]]) -> _Box:
+        """Return room for this rank's parts of what a replica works on, for each rank there."""
+        return self._box([_parts(owned.get((replica, rank), []), self._rank) for rank in range(self._ranks)])
+
+    def _box(self, parts_of_ranks: Sequence[Sequence[tuple[Matrix, Slice]]]) -> _Box:
+        """Return room for some parts for each rank."""
+        dtype, row_dtype = self.groups.dtype, self._row_dtype
+        sizes: list[list[int]] = []
+        for parts in parts_of_ranks:
+            of_rank = [_size((), dtype)]
+            for matrix, part in parts:
+                of_rank += [_size(part.shape(matrix.shape), dtype), _size((matrix.rows,), row_dtype)]
+            sizes.append(of_rank)
+        flat = self._empty((sum(map(sum, sizes)),), torch.uint8)
+        pieces = iter(flat.split([*itertools.chain.from_iterable(sizes)]))
+        parcels, statuses = [], []
+        for parts in parts_of_ranks:
+            statuses.append(_view(next(pieces), (), dtype))
+            for matrix, part in parts:
+                of_part = _view(next(pieces), part.shape(matrix.shape), dtype)
+                parcels.append(Parcel(matrix, part, of_part, _view(next(pieces), (matrix.rows,), row_dtype)))
+        return _Box(flat, [*map(sum, sizes)], parcels, statuses)
 
     def _empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.groups.device)
 
 
-def _largest(statuses: Sequence[Parcel]) -> Tensor:
-    return torch.stack([status.part[0] for status in statuses]).amax()
+def _parts(matrices: Iterable[Matrix], rank: int) -> list[tuple[Matrix, Slice]]:
+    """Return what a rank holds of some matrices."""
+    parts = []
+    for matrix in matrices:
+        part = matrix.slice_of(rank)
+        if part is not None and part.shape(matrix.shape).numel():
+            parts.append((matrix, part))
+    return parts
 
 
-def _form_of(parcel: Parcel) -> _Form:
-    return _Form(parcel.part.shape, parcel.rows.numel())
+def _tensors_in(parcels: Iterable[Parcel]) -> list[Tensor]:
+    return [tensor for parcel in parcels for tensor in (parcel.part, parcel.rows)]
 
 
-def _aligned(size: int) -> int:
-    """Return a number of bytes rounded up so that any dtype may follow, at full speed."""
-    return -(-size // 16) * 16
+def _tensors_of(parcels: Iterable[Parcel], held: Held) -> list[Tensor]:
+    """Return what a rank holds of what is in parcels, in the same order."""
+    return [tensor for parcel in parcels for tensor in held[parcel.matrix.param_index]]
+
+
+def _places(parcels: Iterable[Parcel], wholes: Mapping[int, Tensor]) -> list[Tensor]:
+    """Return views of the parts of whole tensors that are in parcels."""
+    return [parcel.slice.of(wholes[parcel.matrix.param_index]) for parcel in parcels]
+
+
+def _copy(to: list[Tensor], tensors: list[Tensor]) -> None:
+    if to:
+        torch._foreach_copy_(to, tensors)
+
+
+def _size(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Return the bytes of a tensor, rounded up so that any dtype may follow, at full speed."""
+    return -(-math.prod(shape) * dtype.itemsize // 16) * 16
+
+
+def _view(piece: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return the tensor at the beginning of some bytes, which every communication backend knows."""
+    return piece[: math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
 
 
 def _size_and_rank(group: Group) -> tuple[int, int]:
@@ -529,7 +381,7 @@ class MatrixPlanner:
             process_group: ranks that hold the same whole parameters and share the work; None for none.
             agree: lets all ranks stop where one has failed; called before ranks tell each other what they hold.
         """
-        alone = _Chunks()
+        alone: list[_Member] = []
         members: dict[ProcessGroups, list[_Member]] = {}
         for member in _members(param_groups):
             groups = _groups_of(member, specs.get(member.param), process_group)
@@ -537,7 +389,7 @@ class MatrixPlanner:
                 members.setdefault(groups, []).append(member)
             elif member.param.grad is not None:
                 alone.append(member)
-        chunk_of = alone.numbered()
+        chunk_of = _chunks_alone(alone)
         self.shared = []
         for groups in sorted(members, key=ProcessGroups.order):
             exchange = self._exchange(groups, members[groups], specs, shapes, agree)
@@ -597,25 +449,20 @@ def _members(param_groups: Sequence[Mapping[str, Any]]) -> Iterator[_Member]:
         first += len(group["params"])
 
 
-class _Chunks:
-    """Matrices of this rank alone, sorted into chunks of one kind."""
+def _chunks_alone(members: Sequence[_Member]) -> dict[int, Any]:
+    """Return the chunks of matrices of this rank alone, by the index of the parameter: each is of one kind."""
+    sizes = [member.param.numel() for member in members]
+    on_device = min(max(CHUNK_ELEMENTS, int(CHUNK_SHARE * sum(sizes))), MAX_ELEMENTS)
+    limits = [CHUNK_ELEMENTS_CPU if member.param.device.type == "cpu" else on_device for member in members]
+    indices = [member.param_index for member in members]
+    return dict(zip(indices, chunks_of(map(_kind, members), sizes, limits), strict=True))
 
-    def __init__(self) -> None:
-        self._kinds: dict[int, Any] = {}  # by the index of the parameter
-        self._sizes: list[int] = []
 
-    def append(self, member: _Member) -> None:
-        param = member.param
-        layout = None if member.group["layout"] is None else MatrixLayout(**member.group["layout"])
-        dtype = iteration_dtype(member.group, param, param.device)
-        self._kinds[member.param_index] = param.device, param.dtype, dtype, _shapes_of(param.shape, layout)
-        self._sizes.append(param.numel())
-
-    def numbered(self) -> dict[int, Any]:
-        """Return the chunk of each matrix, by the index of its parameter."""
-        on_device = min(max(CHUNK_ELEMENTS, int(CHUNK_SHARE * sum(self._sizes))), MAX_ELEMENTS)
-        limits = [CHUNK_ELEMENTS_CPU if kind[0].type == "cpu" else on_device for kind in self._kinds.values()]
-        return dict(zip(self._kinds, chunks_of(self._kinds.values(), self._sizes, limits), strict=True))
+def _kind(member: _Member) -> tuple[Any, ...]:
+    """Return what matrices of one chunk have in common."""
+    param, layout = member.param, member.group["layout"]
+    shapes = _shapes_of(param.shape, None if layout is None else MatrixLayout(**layout))
+    return param.device, param.dtype, iteration_dtype(member.group, param, param.device), shapes
 
 
 def _groups_of(member: _Member, spec: ShardSpec | None, process_group: Group) -> ProcessGroups | None:
@@ -658,14 +505,13 @@ def _matrix(
     index: int,
     shape: torch.Size,
     slice_of: Callable[[int], Slice | None],
-    only_holder: int | None = None,
 ) -> Matrix:
     group = member.group
     layout = matrix_layouts.of_shape(shape) if group["layout"] is None else MatrixLayout(**group["layout"])
     coefficients = coefficients_of(group["ns_coefficients"], group["ns_steps"])
     cost = flops(shape, layout, coefficients, groups.dtype, groups.device)
     rows = count_rows(group, shape)
-    return Matrix(index, shape, cost, slice_of, only_holder, member.group_index, rows)
+    return Matrix(index, shape, cost, slice_of, member.group_index, rows)
 
 
 def _whole(shape: torch.Size) -> Callable[[int], Slice | None]:
@@ -694,9 +540,8 @@ def _matrices_of_zero(
     matrices = []
     for index in sorted(slices):
         _check_pieces(index, shapes[index], slices[index].values())
-        only_holder = min(slices[index]) if len(slices[index]) == 1 else None
         member = of_group[group_index_of[index]]
-        matrices.append(_matrix(groups, member, index, shapes[index], slices[index].get, only_holder))
+        matrices.append(_matrix(groups, member, index, shapes[index], slices[index].get))
     return matrices
 
 

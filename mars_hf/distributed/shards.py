@@ -246,7 +246,7 @@ def slices_of(tensor: Any) -> Callable[[int], Slice]:
     splits = _splits_of(tensor)
     group = _group_over(tensor.device_mesh, _mesh_dims(splits))
     coordinates = _coordinates(tensor.device_mesh, tuple(ranks_of(group)))
-    return lambda rank: _slice(tensor, splits, coordinates[rank])
+    return functools.cache(lambda rank: _slice(tensor, splits, coordinates[rank]))
 
 
 def divides_evenly(tensor: Any, first: int, unit: int) -> bool:

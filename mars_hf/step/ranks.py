@@ -18,7 +18,7 @@ from torch import Tensor
 from mars_hf.arithmetic import eight_bits
 from mars_hf.arithmetic.directions import NewtonSchulz, compute_directions, iteration_dtype, newton_schulz_of
 from mars_hf.arithmetic.update_rules import UpdateRule, update_rule
-from mars_hf.distributed.exchange import Exchange, Matrix, MatrixPlanner, Parcel, Round, sharing_ranks
+from mars_hf.distributed.exchange import Exchange, Matrix, MatrixPlanner, Round, sharing_ranks
 from mars_hf.distributed.norms import GroupSums, named
 from mars_hf.distributed.shards import ModelRef, Shards, misplaced, takes_communication
 from mars_hf.distributed.tensors import Group, ShardSpec, is_dtensor, local
@@ -435,7 +435,7 @@ class Chunk(NamedTuple):
         """Return what this rank holds of the directions of all matrices in the lists; yield where ranks communicate.
 
         Args:
-            momenta: their first moments, in the dtypes of the iteration.
+            momenta: their first moments, in the dtypes of the iteration; overwritten where ranks share the work.
             param_groups: the optimizer's groups.
             error: why the first moments of this rank are none, where ranks share them; raised in the end.
         """
@@ -458,9 +458,9 @@ class Chunk(NamedTuple):
             return compute_directions(wholes, settings, dtype, rows_of_wholes)
 
         indices = [index for tensors in self.lists for index in tensors.indices]
-        held = dict(zip(indices, map(Parcel, momenta, rows), strict=True))
-        results = yield from self.exchange.run(self.matrices, held, work, error)
-        return [results[index].to(momentum.device) for index, momentum in zip(indices, momenta, strict=True)]
+        held = dict(zip(indices, zip(momenta, rows, strict=True), strict=True))
+        yield from self.exchange.run(self.matrices, held, work, error)
+        return list(momenta)
 
 
 def _form(sums: GroupSums | None) -> Any:

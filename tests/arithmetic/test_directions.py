@@ -353,10 +353,10 @@ def rows(shape: tuple[int, ...], ranks: int) -> Any:
     return lambda rank: Slice(0, min(rank * full, shape[0]), max(0, min(full, shape[0] - rank * full)))
 
 
-def matrices(shapes: list[tuple[int, int]], ranks: int = 1, homes: list[int | None] | None = None) -> list[Matrix]:
+def matrices(shapes: list[tuple[int, int]], ranks: int = 1) -> list[Matrix]:
     return [
-        Matrix(index, torch.Size(shape), float(shape[0] * shape[1] * min(shape)), rows(shape, ranks), home)
-        for index, (shape, home) in enumerate(zip(shapes, homes or [None] * len(shapes), strict=True))
+        Matrix(index, torch.Size(shape), float(shape[0] * shape[1] * min(shape)), rows(shape, ranks))
+        for index, shape in enumerate(shapes)
     ]
 
 
@@ -399,13 +399,6 @@ def test_rounds_bound_what_a_rank_receives(replicas):
             held[owner] += matrix.shape.numel()
         assert all(elements <= 400 or elements == 900 for elements in held.values())
     assert sorted(matrix.param_index for matrix, _ in itertools.chain(*rounds)) == list(range(41))
-
-
-def test_whole_matrices_stay_at_home_if_that_is_fair():
-    at_home = owners(matrices([(8, 8)] * 8, 2, [0, 0, 0, 0, 1, 1, 1, 1]), ranks=2)
-    assert at_home == {index: (0, index // 4) for index in range(8)}
-    crowded = owners(matrices([(8, 8)] * 8, 2, [0] * 8), ranks=2)
-    assert Counter(crowded.values()) == {(0, 0): 4, (0, 1): 4}
 
 
 def test_the_plan_is_the_same_in_any_order():
