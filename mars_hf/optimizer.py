@@ -500,7 +500,7 @@ class Mars(torch.optim.Optimizer):
         """
         groups, metrics = self.param_groups, self._metrics
         model = None if self._watch is None else self._watch.reference
-        shared = self._ranks.begin(groups, process_group=self.process_group, model=model)
+        shared = SharedStep(self._ranks, groups, process_group=self.process_group, model=model)
         with self._autocast_off(), self._no_states_if_refused():
             with shared.raising_together():  # nothing has changed until its end
                 self._raise_what_was_held(error)

@@ -19,6 +19,7 @@ import mars_hf
 from mars_hf.arithmetic.update_rules import UPDATE_RULES, update_rule
 from mars_hf.kernels import cpu
 from mars_hf.step.lists import build_lists
+from mars_hf.step.ranks import SharedStep
 
 VOCAB = 64
 
@@ -108,7 +109,7 @@ def mars_trainer(args: TrainingArguments, model: Any, *positional: Any, **settin
 def backend_names(optimizer: mars_hf.Mars) -> list[str]:
     """The backends that a step with the present gradients takes, list by list."""
     rules = list(map(update_rule, optimizer.param_groups))
-    shared = optimizer._ranks.begin(optimizer.param_groups, process_group=None, model=None)
+    shared = SharedStep(optimizer._ranks, optimizer.param_groups, process_group=None, model=None)
     shared.plan(rules, max_grad_norm=None, metrics=None)
     lists, _ = build_lists(optimizer.param_groups, rules, dict(optimizer.state), {}, shared.chunk_of)
     return [tensors.backend.name for tensors in lists]

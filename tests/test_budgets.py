@@ -57,7 +57,7 @@ NOUNS = {
     "arithmetic/rules.py": ["Arithmetic", "Options", "Rounding"],
     "arithmetic/update_rules.py": ["UpdateRule"],
     "distributed/exchange.py": ["Exchange", "Matrix", "MatrixPlanner", "Parcel", "ProcessGroups", "_Box", "_Member"],
-    "distributed/norms.py": ["Compared", "GroupSums"],
+    "distributed/norms.py": ["GroupSums"],
     "distributed/shards.py": ["Shards"],
     "distributed/tensors.py": ["Shard", "ShardSpec", "Slice"],
     "kernels/__init__.py": ["Backend"],
@@ -66,7 +66,7 @@ NOUNS = {
     "step/last_norms.py": ["LastNorms"],
     "step/lists.py": ["Entry", "TensorList", "_Key", "_Member"],
     "step/metrics.py": ["StepMetrics"],
-    "step/ranks.py": ["Chunk", "ComparedSettings", "Ranks", "SharedStep", "_OfGroup", "_Settings"],
+    "step/ranks.py": ["Chunk", "Ranks", "SharedStep", "_OfGroup", "_Settings"],
     "step/states.py": ["Buffers"],
 }  # fmt: skip
 NOT_ON_THE_WAY = ("arithmetic/reference.py", "step/release.py")

@@ -27,7 +27,7 @@ from mars_hf.arithmetic.matrix_layouts import MatrixLayout
 from mars_hf.arithmetic.newton_schulz import MAX_ELEMENTS, chunks_of, coefficients_of
 from mars_hf.arithmetic.update_rules import update_rule
 from mars_hf.distributed.norms import GroupSums, first_message, group_order, wire_device
-from mars_hf.distributed.shards import replicas_in_mesh, slices_of
+from mars_hf.distributed.shards import slices_of, spec_of_copies
 from mars_hf.distributed.tensors import Group, ShardSpec, Slice, is_dtensor
 
 # The allocator reuses memory for temporary tensors of up to 32 MB; larger ones cost a page fault every 4 KB.
@@ -384,9 +384,9 @@ class MatrixPlanner:
         alone: list[_Member] = []
         members: dict[ProcessGroups, list[_Member]] = {}
         for member in _members(param_groups):
-            groups = _groups_of(member, specs.get(member.param), process_group)
-            if groups is not None:
-                members.setdefault(groups, []).append(member)
+            spec = specs.get(member.param) or spec_of_copies(member.param, member.param_index, process_group)
+            if spec is not None:
+                members.setdefault(_groups_of(member, spec), []).append(member)
             elif member.param.grad is not None:
                 alone.append(member)
         chunk_of = _chunks_alone(alone)
@@ -465,27 +465,10 @@ def _kind(member: _Member) -> tuple[Any, ...]:
     return param.device, param.dtype, iteration_dtype(member.group, param, param.device), shapes
 
 
-def _groups_of(member: _Member, spec: ShardSpec | None, process_group: Group) -> ProcessGroups | None:
-    """Return the ranks that share a parameter; None if it is this rank's alone."""
-    param = member.param
-    shards, replicas = sharing_ranks(param, spec, process_group)
-    if shards is None and replicas is None:
-        return None
-    device = wire_device(param.device, shards or replicas)
-    return ProcessGroups(shards, replicas, device, iteration_dtype(member.group, param, device))
-
-
-def sharing_ranks(param: Tensor, spec: ShardSpec | None, process_group: Group) -> tuple[Group, Group]:
-    """Return the ranks that hold the other shards of a parameter to orthogonalize, and those that hold copies."""
-    if spec is not None:
-        shards, replicas = spec.group, spec.replicas
-    elif is_dtensor(param):
-        shards, replicas = None, replicas_in_mesh(param)
-    else:
-        shards, replicas = None, process_group
-    if replicas is not None and dist.get_world_size(replicas) == 1:
-        replicas = None
-    return shards, replicas
+def _groups_of(member: _Member, spec: ShardSpec) -> ProcessGroups:
+    """Return the ranks that share a parameter."""
+    device = wire_device(member.param.device, spec.group or spec.replicas)
+    return ProcessGroups(spec.group, spec.replicas, device, iteration_dtype(member.group, member.param, device))
 
 
 def _matrices(

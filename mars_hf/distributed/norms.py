@@ -8,8 +8,9 @@ a rank has found before. All ranks read these before anything changes.
 from __future__ import annotations
 
 import itertools
+import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,15 +18,6 @@ from torch import Tensor
 
 from mars_hf.arithmetic.rules import sum_dtype
 from mars_hf.distributed.tensors import Group, ShardSpec, ranks_of
-
-
-class Compared(Protocol):
-    """What must be the same on all ranks."""
-
-    checksum: int
-
-    def details(self) -> Mapping[str, str]:
-        """Return it in words, by what an error calls it."""
 
 
 class GroupSums:
@@ -60,27 +52,16 @@ class GroupSums:
         self._moving[group] = self._all[group][numel:]
         self._present[group] = [0.0] * self._shape[1]
 
-    def register_copy(self, group: Group, index: int, *, has_gradient: bool) -> None:
-        """Take part in the sums of the ranks that hold a whole parameter too; say whether its gradient is here."""
-        self.register(group)
-        if has_gradient:
-            self.add_present(group, index, 1 / dist.get_world_size(group))
-
-    def register_shards(self, spec: ShardSpec, *, has_gradient: bool) -> None:
+    def join(self, spec: ShardSpec, *, has_gradient: bool) -> None:
         """Take part in the sums of the ranks that hold a parameter's other shards or copies; say what is here."""
-        self.register(spec.group)
-        if spec.replicas is not None:
-            self.register(spec.replicas)
-        if not has_gradient:
-            return
-        for shard in spec.shards:
-            self.add_present(spec.group, shard.param_index, shard.numel / shard.whole_numel)
-            if spec.replicas is not None:
-                self.add_present(spec.replicas, shard.param_index, 1 / dist.get_world_size(spec.replicas))
-
-    def add_present(self, group: Group, index: int, fraction: float) -> None:
-        """Say that this rank has the gradient of a fraction of a parameter."""
-        self._present[group][index] += fraction
+        for group in (spec.group, spec.replicas):
+            if group is None:
+                continue
+            self.register(group)
+            for shard in spec.shards if has_gradient else ():
+                is_copy = group is spec.replicas
+                fraction = 1 / dist.get_world_size(group) if is_copy else shard.numel / shard.whole_numel
+                self._present[group][shard.param_index] += fraction
 
     def add(self, group: Group, indices: Sequence[int], sums: Tensor) -> None:
         """Add sums over shards: one column per index."""
@@ -94,12 +75,12 @@ class GroupSums:
         """Return the number by which all ranks know a unit of a parameter."""
         return self._first_units[index] + unit
 
-    def reduce(self, error: Exception | None = None, settings: Compared | None = None) -> None:
+    def reduce(self, error: Exception | None = None, settings: Mapping[str, str] | None = None) -> None:
         """Add up the sums of all ranks. Collective.
 
         Args:
             error: what stops this rank; None for nothing.
-            settings: what must be the same on all ranks; None for nothing.
+            settings: what must be the same on all ranks, by what an error calls it; None for nothing.
 
         Raises:
             RuntimeError: `error`, or that of another rank, or the gradients present on all ranks do not make up whole
@@ -110,14 +91,14 @@ class GroupSums:
             sums, presence = self._sums[group], self._present[group]
             presence[-1] = float(message is not None)
             sums[-1] = torch.tensor(presence, dtype=sums.dtype).to(sums.device)
-            sums[0, -1] = 0 if settings is None else _distance(settings.checksum, group, sums.dtype)
+            sums[0, -1] = _distance(settings, group, sums.dtype)
             self._all[group].copy_(all_reduce(self._all[group], group))
             *self._present[group], distance = torch.cat([sums[-1], sums[0, -1:]]).tolist()
             *fractions, has_error = self._present[group]
             if has_error:
                 message = first_message(message, group)
             if distance and message is None:
-                message = _difference({} if settings is None else settings.details(), group)
+                message = _difference(settings or {}, group)
             partly = [index for index, fraction in enumerate(fractions) if _is_partial(fraction)]
             if partly and message is None:
                 first = partly[0]
@@ -165,12 +146,14 @@ def first_message(message: str | None, group: Group) -> str | None:
     return next(filter(None, messages), None)
 
 
-def _distance(checksum: int, group: Group, dtype: torch.dtype) -> int:
-    """Return a number whose sum over the ranks is 0 if all have the same checksum, and hardly ever if not.
+def _distance(settings: Mapping[str, str] | None, group: Group, dtype: torch.dtype) -> int:
+    """Return a number whose sum over the ranks is 0 if all have the same settings, and hardly ever if not.
 
-    Each other rank takes its own from that of the first one. Sums of so many bits are exact.
+    Each other rank takes its checksum from that of the first one. Sums of so many bits are exact.
     """
-    checksum %= 2**32 if dtype == torch.float64 else 2**12
+    if settings is None:
+        return 0
+    checksum = zlib.crc32(repr(settings).encode()) % (2**32 if dtype == torch.float64 else 2**12)
     return checksum * (dist.get_world_size(group) - 1) if dist.get_rank(group) == 0 else -checksum
 
 

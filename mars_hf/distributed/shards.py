@@ -314,6 +314,18 @@ def replicas_in_mesh(tensor: Any) -> Group:
     return None if longest is None else mesh.get_group(longest)
 
 
+def spec_of_copies(param: Any, index: int, process_group: Group) -> ShardSpec | None:
+    """Return the spec of a whole parameter whose copies other ranks hold; None if no other rank does.
+
+    `process_group` are the ranks that hold the copies of what is no DTensor.
+    """
+    replicas = replicas_in_mesh(param) if is_dtensor(param) else process_group
+    if replicas is None or dist.get_world_size(replicas) == 1:
+        return None
+    all_rows = Slice(0, 0, param.shape[0])
+    return ShardSpec((Shard(index, 0, param.numel(), param.shape, all_rows),), None, replicas)
+
+
 # Dimensions of a tensor to the mesh dimensions of several ranks that divide them, in the order of the mesh, each with
 # the split factor of torch's strided shard, else 1.
 _Splits = Mapping[int, Sequence[tuple[int, int]]]

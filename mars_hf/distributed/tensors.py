@@ -85,7 +85,7 @@ class Shard(NamedTuple):
 class ShardSpec(NamedTuple):
     """The shards in a local tensor (none if it is all padding), and the ranks that hold the others.
 
-    `replicas` are ranks that hold the same shards; None means none.
+    `replicas` are ranks that hold the same shards. None means none: without a `group` the shard is all of a parameter.
     """
 
     shards: tuple[Shard, ...]

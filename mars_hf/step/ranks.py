@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-import zlib
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,74 +17,30 @@ from torch import Tensor
 from mars_hf.arithmetic import eight_bits
 from mars_hf.arithmetic.directions import NewtonSchulz, compute_directions, iteration_dtype, newton_schulz_of
 from mars_hf.arithmetic.update_rules import UpdateRule, update_rule
-from mars_hf.distributed.exchange import Exchange, Matrix, MatrixPlanner, Round, sharing_ranks
+from mars_hf.distributed.exchange import Exchange, Matrix, MatrixPlanner, Round
 from mars_hf.distributed.norms import GroupSums, named
-from mars_hf.distributed.shards import ModelRef, Shards, misplaced, takes_communication
+from mars_hf.distributed.shards import ModelRef, Shards, misplaced, spec_of_copies, takes_communication
 from mars_hf.distributed.tensors import Group, ShardSpec, is_dtensor, local
 from mars_hf.groups.settings import GROUP_KEYS
 from mars_hf.kernels import symmetric_products
 from mars_hf.step.lists import TensorList
 from mars_hf.step.metrics import StepMetrics
 
-# Of groups by number: raw values, and their checksum.
-Checksums = dict[int, tuple[Any, int]]
 # Numbers may differ in their last digits, where processors compute schedules; `fused` may differ with the processor.
 _NUMBERS = ("lr", "betas", "eps", "weight_decay", "gamma")
 _NAMES = tuple(name for name in (*GROUP_KEYS, "role") if name not in (*_NUMBERS, "max_grad_norm", "fused"))
 
 
-class ComparedSettings:
-    """What ranks that share parameters must have in common, in every step; see `GroupSums.reduce`."""
-
-    def __init__(
-        self, groups: Sequence[Mapping[str, Any] | None], of_step: Mapping[str, Any], checksums: Checksums
-    ) -> None:
-        """Compare the groups that are not None, and what is not in groups; `checksums` are kept between steps."""
-        self._groups = groups
-        self._of_step = {name: _shown(value) for name, value in of_step.items()}
-        numbers: list[Any] = [self._of_step]
-        for index, group in enumerate(groups):
-            if group is not None:
-                numbers += [index, _numbers(group), _checksum_of_names(index, group, checksums)]
-        self.checksum = zlib.crc32(repr(numbers).encode())
-
-    def before_more(self) -> ComparedSettings:
-        """Return the same before communication that a step does not always have: it must follow on all ranks."""
-        return ComparedSettings(self._groups, {**self._of_step, "what comes next": "an agreement"}, {})
-
-    def details(self) -> dict[str, str]:
-        """Return names, as an error shows them, and values."""
-        details = dict(self._of_step)
-        for index, group in enumerate(self._groups):
-            if group is not None:
-                details |= {f"{name} of param group {index}": text for name, text in _numbers(group).items()}
-                details |= {f"{name} of param group {index}": _shown(group.get(name)) for name in _NAMES}
-                details[f"the shapes in param group {index}"] = _shown(_shapes(group))
-        return details
-
-
-def _numbers(group: Mapping[str, Any]) -> dict[str, str]:
-    numbers = {name: _shown(group[name]) for name in _NUMBERS}
+def settings_to_compare(group: Mapping[str, Any], index: int) -> dict[str, str]:
+    """Return what ranks that share a group must have in common, by what an error calls it."""
+    of_group = {name: _shown(group[name]) for name in _NUMBERS}
     if group["weight_decay_mode"] == "decoupled":
-        for name in ("max_lr", "peak_lr", "initial_lr"):
-            numbers[name] = _shown(group.get(name))
-    return numbers
-
-
-def _checksum_of_names(index: int, group: Mapping[str, Any], checksums: Checksums) -> int:
-    """Return a checksum of what seldom changes."""
-    values = [group.get(name) for name in _NAMES]
-    raw = values, len(group["params"]), id(group["params"][0])
-    known = checksums.get(index)
-    if known is None or known[0] != raw:
-        known = raw, zlib.crc32(repr(([_shown(value) for value in values], _shapes(group))).encode())
-        checksums[index] = known
-    return known[1]
-
-
-def _shapes(group: Mapping[str, Any]) -> list[tuple[int, ...]]:
-    """Return the shapes of a group's matrices, which ZeRO has flattened: ranks must have them in one order."""
-    return [tuple(param.shape) for param in group["params"] if param.ndim > 1]
+        of_group |= {name: _shown(group.get(name)) for name in ("max_lr", "peak_lr", "initial_lr")}
+    of_group |= {name: _shown(group.get(name)) for name in _NAMES}
+    compared = {f"{name} of param group {index}": text for name, text in of_group.items()}
+    # ZeRO has flattened the matrices: ranks must have them in one order.
+    shapes = tuple([tuple(param.shape) for param in group["params"] if param.ndim > 1])
+    return {**compared, f"the shapes in param group {index}": str(shapes)}
 
 
 def _shown(value: Any) -> str:
@@ -102,23 +57,15 @@ def _shown(value: Any) -> str:
 class _OfGroup(NamedTuple):
     """What of a group's settings decides which sums ranks add up."""
 
-    mars_type: str
-    role: str
-    optimize_1d: bool
+    rule: UpdateRule
     clips: bool
     has_codes: bool
 
     @classmethod
     def read(cls, group: Mapping[str, Any]) -> _OfGroup:
         """Read a group."""
-        clips = group["clip_threshold"] is not None
         has_codes = group["state_dtype"] == eight_bits.NAME and group["role"] != "vector"
-        return cls(group["mars_type"], group["role"], group["optimize_1d"], clips, has_codes)
-
-    @property
-    def rule(self) -> UpdateRule:
-        """Return the rule of the group."""
-        return update_rule({"mars_type": self.mars_type, "role": self.role, "optimize_1d": self.optimize_1d})
+        return cls(update_rule(group), group["clip_threshold"] is not None, has_codes)
 
 
 class _Settings(NamedTuple):
@@ -142,7 +89,7 @@ class _Settings(NamedTuple):
 
 
 class SharedStep:
-    """What this rank shares with others in one step; empty for a process alone.
+    """What this rank shares with others in one step; empty for a process alone. `plan` comes first.
 
     The first all-reduce of a step has the form of the step before, whatever this rank has changed since, so that a rank
     whose settings are wrong, or differ, meets the others there. It is the only one but where the form changes, and
@@ -157,7 +104,14 @@ class SharedStep:
         process_group: Group,
         model: ModelRef | None,
     ) -> None:
-        """Find what is sharded; an error is raised by `raising_together`."""
+        """Find what is sharded; collective where ranks meet for the first time. `raising_together` raises its errors.
+
+        Args:
+            ranks: what they have shared before.
+            param_groups: the optimizer's groups.
+            process_group: ranks that hold the same whole parameters; None for none.
+            model: the model of the optimizer; None if it is not known.
+        """
         self._ranks = ranks
         self._groups = param_groups
         self._process_group = process_group
@@ -170,7 +124,7 @@ class SharedStep:
         self.specs, self._error = ranks.shards.locate(param_groups, wanted, model)
         self.chunk_of: Mapping[int, Any] = {}
         self.sums: GroupSums | None = None  # None before `plan`, and for a process alone
-        self._compared: ComparedSettings | None = None
+        self._compared: Mapping[str, str] | None = None  # what must be the same on all ranks
         self.error: Exception | None = None  # that this rank keeps to the end of the step
         self._has_agreed = False  # on going on, before the sums of the step
         self._is_told = False  # what is raised comes from an all-reduce: all ranks raise it
@@ -231,14 +185,16 @@ class SharedStep:
 
     def _compare(
         self, max_grad_norm: float | None, metrics: StepMetrics | None, to_place: Mapping[int, Any]
-    ) -> ComparedSettings:
+    ) -> dict[str, str]:
         """Return what must be the same on all ranks that share parameters."""
-        shared = [group if self._is_shared(group) else None for group in self._groups]
-        of_step: dict[str, Any] = {"max_grad_norm": max_grad_norm}
-        of_step["metrics"] = bool(self.specs) and metrics is not None
+        compared = {"max_grad_norm": _shown(max_grad_norm)}
+        compared["metrics"] = str(bool(self.specs) and metrics is not None)
         for index, param in to_place.items():
-            of_step[f"the placement of gradient {index}"] = param.grad.placements
-        return ComparedSettings(shared, of_step, self._ranks.checksums)
+            compared[f"the placement of gradient {index}"] = str(param.grad.placements)
+        for index, group in enumerate(self._groups):
+            if self._is_shared(group):
+                compared |= settings_to_compare(group, index)
+        return compared
 
     def _agree(self) -> None:
         """Let ranks meet before they communicate: all stop if one has failed, or would not communicate; once a step."""
@@ -247,7 +203,8 @@ class SharedStep:
         sums = self._sums(self._former)
         if sums is not None and self._compared is not None:
             self._is_told = True
-            sums.reduce(settings=self._compared.before_more())
+            # What follows is communication that a step does not always have: it must follow on all ranks.
+            sums.reduce(settings={**self._compared, "what comes next": "an agreement"})
             self._is_told = False
         self._has_agreed = True
 
@@ -261,20 +218,16 @@ class SharedStep:
         if not joined and not is_new_group:
             return None
         sums = self._ranks.empty_sums(params, settings)
-        for index, spec, replicas in joined:
-            has_gradient = params[index].grad is not None
-            if spec is None:
-                sums.register_copy(replicas, index, has_gradient=has_gradient)
-            else:
-                sums.register_shards(spec, has_gradient=has_gradient)
-            if spec is not None and metrics is not None:
-                metrics.join(spec.group, local(params[index]).device)
+        for param, spec in joined:
+            sums.join(spec, has_gradient=param.grad is not None)
+            if spec.group is not None and metrics is not None:
+                metrics.join(spec.group, local(param).device)
         if is_new_group:
             sums.register(self._process_group)
         return sums
 
-    def _joined(self, settings: _Settings) -> Iterator[tuple[int, ShardSpec | None, Group]]:
-        """Yield the parameters in whose sums this rank takes part: index, and the spec or the ranks with copies."""
+    def _joined(self, settings: _Settings) -> Iterator[tuple[Tensor, ShardSpec]]:
+        """Yield the parameters in whose sums this rank takes part: whole ones if ranks share their work."""
         index = -1
         for group_index, group in enumerate(self._groups):
             needs_norms = bool(self.specs) and settings.needs_norms(group_index)
@@ -283,11 +236,11 @@ class SharedStep:
                 index += 1
                 spec = self.specs.get(param)
                 if spec is not None and needs_norms:
-                    yield index, spec, None
+                    yield param, spec
                 elif spec is None and orthogonalizes:
-                    _, replicas = sharing_ranks(param, None, self._process_group)
-                    if replicas is not None:
-                        yield index, None, replicas
+                    spec = spec_of_copies(param, index, self._process_group)
+                    if spec is not None:
+                        yield param, spec
 
     def _is_new_group(self, params: Sequence[Tensor]) -> bool:
         """Return whether ranks that hold copies take their first step together: they compare settings."""
@@ -443,24 +396,27 @@ class Chunk(NamedTuple):
         if self.exchange is None:
             settings: list[NewtonSchulz] = []
             for tensors in self.lists:
-                dtype = self.iteration_dtype(tensors)
-                products = symmetric_products(tensors.group, tensors.params[0].device, dtype)
-                settings += [newton_schulz_of(tensors.group, dtype, products)] * len(tensors.params)
+                param, dtype = tensors.params[0], self.iteration_dtype(tensors)
+                settings += [_newton_schulz_of(tensors.group, param.device, dtype)] * len(tensors.params)
             is_double = self.lists[0].params[0].dtype == torch.float64
             return compute_directions(momenta, settings, torch.float64 if is_double else torch.float32, rows)
         dtype = self.exchange.groups.dtype
 
         def work(owned: list[Matrix], wholes: list[Tensor], rows_of_wholes: list[Tensor]) -> list[Tensor]:
-            settings = []
-            for matrix, whole in zip(owned, wholes, strict=True):
-                group = param_groups[matrix.group]
-                settings.append(newton_schulz_of(group, dtype, symmetric_products(group, whole.device, dtype)))
+            groups = [param_groups[matrix.group] for matrix in owned]
+            settings = [
+                _newton_schulz_of(group, whole.device, dtype) for group, whole in zip(groups, wholes, strict=True)
+            ]
             return compute_directions(wholes, settings, dtype, rows_of_wholes)
 
         indices = [index for tensors in self.lists for index in tensors.indices]
         held = dict(zip(indices, zip(momenta, rows, strict=True), strict=True))
         yield from self.exchange.run(self.matrices, held, work, error)
         return list(momenta)
+
+
+def _newton_schulz_of(group: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> NewtonSchulz:
+    return newton_schulz_of(group, dtype, symmetric_products(group, device, dtype))
 
 
 def _form(sums: GroupSums | None) -> Any:
@@ -476,22 +432,9 @@ class Ranks:
         self.planner = MatrixPlanner()
         self.have_shared = False  # the last step
         self.compared: Group = None  # the process group whose ranks have compared their settings
-        self.checksums: Checksums = {}
         self._before = _Settings((), has_global_norm=False, has_metrics=False)
         # What of the groups ranks have agreed on, by their ids, with the groups themselves: ids are used again.
         self._known: dict[int, tuple[Mapping[str, Any], _OfGroup]] = {}
-
-    def begin(
-        self, param_groups: Sequence[Mapping[str, Any]], *, process_group: Group, model: ModelRef | None
-    ) -> SharedStep:
-        """Return what a step shares; its `plan` follows. Collective where ranks meet for the first time.
-
-        Args:
-            param_groups: the optimizer's groups.
-            process_group: ranks that hold the same whole parameters; None for none.
-            model: the model of the optimizer; None if it is not known.
-        """
-        return SharedStep(self, param_groups, process_group=process_group, model=model)
 
     def settings_of(self, param_groups: Sequence[Mapping[str, Any]], *, has_metrics: bool) -> _Settings:
         """Return what in some groups decides which sums ranks add up."""
