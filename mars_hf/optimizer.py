@@ -25,20 +25,13 @@ from mars_hf.groups.effects import (
     warn_of_decays,
 )
 from mars_hf.groups.model_watch import ModelWatch
-from mars_hf.groups.param_groups import (
-    param_groups,
-    params_of,
-    split_by_model,
-    split_by_role,
-)
+from mars_hf.groups.param_groups import split_by_role
 from mars_hf.groups.settings import (
     DEFAULTS,
     KEYS_1D,
-    MODEL_DEFAULTS,
     STRUCTURAL_KEYS,
     check_decoupled_decay,
     check_values,
-    expand,
     loaded_state_dtype,
     without_torch_keywords,
 )
@@ -209,17 +202,11 @@ class Mars(torch.optim.Optimizer):
     _structure: Sequence[dict[str, Any]] = ()
     # Of the model that `create` was given.
     _watch: ModelWatch | None = None
-    _decayed: Mapping[str, float] | None = None  # see `param_groups`
     # The arguments of the `create` that made it, which mars.json keeps; None for `Mars(params)`.
     created_with: Mapping[str, Any] | None = None
 
     # Ranks that hold the same whole parameters; may be set between steps. LastGradientCallback sets it under DDP.
     process_group: Group = None
-
-    # Why the step before has stopped half-way, while other ranks share parameters with this one; None if it has not.
-    _interruption: str | None = None
-    # What this rank has failed with since the step before, to be raised by all ranks of the next one.
-    _held_error: Exception | None = None
 
     # Norms of the last gradients that the step before has left; a write through `.data` does not show in them.
     _last_norms: LastNorms | None = None
@@ -362,28 +349,16 @@ class Mars(torch.optim.Optimizer):
 
     def _follow_model(self, model: nn.Module, decayed: Mapping[str, float] | None = None) -> None:
         """Take the roles, layouts and decays of groups to come from a model, and see that all of it trains."""
-        self._watch = ModelWatch(model, self._params())
-        self._decayed = decayed
+        self._watch = ModelWatch(model, self._params(), decayed)
 
     def _as_in_model(self, param_group: dict[str, Any]) -> list[dict[str, Any]]:
         """Return a new group of `create(model)` in parts, with roles and layouts from the model."""
-        model = self._known_model()
-        if model is None or "role" in param_group:
+        if self._watch is None or "role" in param_group:
             return [param_group]
-        settings = expand(dict(self.created_with or {}))
-        options = {name: settings[name] for name in MODEL_DEFAULTS if name in settings}
-        options["decayed"] = self._decayed
-        model_groups = param_groups(model, mars_type=self.defaults["mars_type"], is_addition=True, **options)
-        parts = split_by_model([param_group], model_groups)
-        params = params_of(parts)
-        unknown = set(params).difference(params_of(model_groups))
-        if unknown:
-            self._advice.say(
-                "unknown parameters",
-                f"{len(unknown)} of {len(params)} parameters in a new group are not trainable parameters of the model "
-                "that create() was given, so their shapes alone decide their roles. State the role of the group",
-            )
-        return parts or [param_group]
+        parts, message = self._watch.split(param_group, self.created_with or {}, self.defaults["mars_type"])
+        if message is not None:
+            self._advice.say("unknown parameters", message)
+        return parts
 
     def _match_names(self, part: dict[str, Any]) -> None:
         """Name the parameters of a new group if those of the others are named, and only then: torch mixes neither."""
@@ -443,7 +418,7 @@ class Mars(torch.optim.Optimizer):
                 group.update(settings)
             states.copy_loaded(self.state, loaded, self.param_groups)
             self._ranks.replace(self.param_groups, before)
-            self._interruption = None
+            self._ranks.interruption = None
 
         # The last one before torch loads, and the first one after it.
         handles = [
@@ -502,15 +477,14 @@ class Mars(torch.optim.Optimizer):
         model = None if self._watch is None else self._watch.reference
         shared = SharedStep(self._ranks, groups, process_group=self.process_group, model=model)
         with self._autocast_off(), self._no_states_if_refused():
-            with shared.raising_together():  # nothing has changed until its end
-                self._raise_what_was_held(error)
+            with shared.raising_together(error):  # nothing has changed until its end
                 _require_no_capture()
                 has_gradients = self._has_gradients()
                 if self._release is None:
                     self._compare_with_model()
                 rules, max_grad_norm = self._rules(), self.max_grad_norm
                 self._check_edited_groups()
-                shared.plan(rules, max_grad_norm=max_grad_norm, metrics=metrics)
+                shared.plan(max_grad_norm=max_grad_norm, metrics=metrics)
                 if not has_gradients and shared.is_alone:
                     self._require_trainable()
                     return
@@ -522,12 +496,8 @@ class Mars(torch.optim.Optimizer):
             shared.reduce()
         with self._autocast_off():
             self._last_norms = None  # an update that is interrupted leaves other last gradients
-            try:
+            with shared.noting_interruption():
                 self._move(shared, lists, stepped, max_grad_norm)
-            except BaseException as raised:
-                if self.process_group is not None or shared.specs or not shared.is_alone:
-                    self._interruption = str(raised) or type(raised).__name__
-                raise
 
     def _move(
         self,
@@ -557,20 +527,6 @@ class Mars(torch.optim.Optimizer):
         if self.is_exact:
             exact.drop_stale_gradients(groups, self.state)
             self._stale_gradients_supplied = False
-
-    def _raise_what_was_held(self, error: Exception | None) -> None:
-        """Raise an error that all ranks are to raise: of this step, or from before it.
-
-        A step that has stopped half-way leaves ranks with other parameters: none follows it.
-        """
-        error, self._held_error = error or self._held_error, None
-        if error is not None:
-            raise error
-        if self._interruption is not None:
-            raise RuntimeError(
-                f"the step before stopped half-way ({self._interruption}), so ranks no longer hold the same "
-                "parameters: go on from the last checkpoint"
-            )
 
     @contextlib.contextmanager
     def _no_states_if_refused(self) -> Iterator[None]:
@@ -707,7 +663,7 @@ class Mars(torch.optim.Optimizer):
         except Exception as error:
             if not self._ranks.have_shared:
                 raise
-            self._held_error = error  # other ranks go on to their step, and hear it there
+            self._ranks.held_error = error  # other ranks go on to their step, and hear it there
         else:
             self._stale_gradients_supplied |= is_supplied
 

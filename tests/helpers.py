@@ -110,7 +110,7 @@ def backend_names(optimizer: mars_hf.Mars) -> list[str]:
     """The backends that a step with the present gradients takes, list by list."""
     rules = list(map(update_rule, optimizer.param_groups))
     shared = SharedStep(optimizer._ranks, optimizer.param_groups, process_group=None, model=None)
-    shared.plan(rules, max_grad_norm=None, metrics=None)
+    shared.plan(max_grad_norm=None, metrics=None)
     lists, _ = build_lists(optimizer.param_groups, rules, dict(optimizer.state), {}, shared.chunk_of)
     return [tensors.backend.name for tensors in lists]
 

@@ -37,7 +37,7 @@ ROOT = PACKAGE.parent
 # Files, and lines with C++.
 COMPARE = "mars_hf/compare"
 ROOMS = {
-    "mars_hf": (62, 15_300),
+    "mars_hf": (62, 14_900),
     COMPARE: (17, 2_600),
     "recipes": (27, 3_900),
     "tests": (112, 29_300),

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
 from mars_hf.distributed.shards import ModelRef
 from mars_hf.distributed.tensors import is_dtensor
+from mars_hf.groups.param_groups import param_groups, params_of, split_by_model
+from mars_hf.groups.settings import MODEL_DEFAULTS, expand
 
 # A look takes some 200 microseconds for 150 tensors: in each of the first steps, then in one of as many.
 LOOKS_EVERY = 8
@@ -18,9 +20,10 @@ LOOKS_EVERY = 8
 class ModelWatch:
     """Compare the parameters of a model with those of its optimizer; the model is not kept alive."""
 
-    def __init__(self, model: nn.Module, params: Iterable[Tensor]) -> None:
-        """Remember the model, and which of its parameters the optimizer has."""
+    def __init__(self, model: nn.Module, params: Iterable[Tensor], decayed: Mapping[str, float] | None = None) -> None:
+        """Remember the model, which of its parameters the optimizer has, and what decays; see `param_groups`."""
         self.reference = _reference_to(model)
+        self._decayed = decayed
         self._unsharded = _names_unsharded(model)
         self._was_sharded = any(_is_fully_sharded(module) for module in model.modules())
         self._steps = 0
@@ -30,6 +33,30 @@ class ModelWatch:
     def add(self, params: Iterable[Tensor]) -> None:
         """Count the parameters that a new group brings as known."""
         self._known |= {id(param) for param in params}
+
+    def split(
+        self, param_group: dict[str, Any], created_with: Mapping[str, Any], mars_type: str
+    ) -> tuple[list[dict[str, Any]], str | None]:
+        """Split a new group into parts whose roles and layouts come from the model, as `create` would.
+
+        Returns:
+            The parts, and advice about parameters that the model does not train; None for none.
+        """
+        model = self.reference()
+        if model is None:
+            return [param_group], None
+        settings = expand(dict(created_with))
+        options = {name: settings[name] for name in MODEL_DEFAULTS if name in settings}
+        groups = param_groups(model, mars_type=mars_type, is_addition=True, **{**options, "decayed": self._decayed})
+        parts = split_by_model([param_group], groups)
+        params = params_of(parts)
+        unknown = set(params).difference(params_of(groups))
+        if not unknown:
+            return parts or [param_group], None
+        return parts, (
+            f"{len(unknown)} of {len(params)} parameters in a new group are not trainable parameters of the model "
+            "that create() was given, so their shapes alone decide their roles. State the role of the group"
+        )
 
     def is_due(self) -> bool:
         """Count a step, and return whether to look at the model in it."""

@@ -135,27 +135,36 @@ class SharedStep:
         return self.sums is None
 
     @contextlib.contextmanager
-    def raising_together(self) -> Iterator[None]:
+    def raising_together(self, error: Exception | None = None) -> Iterator[None]:
         """Let an error of the block stop all ranks, with one message; nothing may have changed when it is raised.
 
-        An interrupt is nobody else's: a launcher ends the other processes.
+        So do `error`, and what this rank has failed with since the step before. After a step that has stopped half-way
+        none follows. An interrupt is nobody else's: a launcher ends the other processes.
         """
+        ranks = self._ranks
+        error, ranks.held_error = error or ranks.held_error, None
         try:
+            if error is not None:
+                raise error
+            if ranks.interruption is not None:
+                raise RuntimeError(
+                    f"the step before stopped half-way ({ranks.interruption}), so ranks no longer hold the same "
+                    "parameters: go on from the last checkpoint"
+                )
             if self._error is not None:
                 raise self._error
             yield
-        except Exception as error:
+        except Exception as raised:
             if not self._is_told:
                 sums = self.sums if self._has_agreed else self._sums(self._former)
                 if sums is not None:
-                    sums.reduce(error)  # raises on all ranks
+                    sums.reduce(raised)  # raises on all ranks
             raise
 
-    def plan(self, rules: Sequence[UpdateRule], *, max_grad_norm: float | None, metrics: StepMetrics | None) -> None:
+    def plan(self, *, max_grad_norm: float | None, metrics: StepMetrics | None) -> None:
         """Plan sums and exchanges. Collective where the plan differs from that of the step before.
 
         Args:
-            rules: the update rules of the groups.
             max_grad_norm: largest global norm; None for no scaling.
             metrics: what measures the step; None for nothing.
 
@@ -177,7 +186,7 @@ class SharedStep:
         if has_changed or any(map(takes_communication, to_place.values())):
             self._agree()
         ranks.planner.shared = []
-        if any(rule.orthogonalizes for rule in rules):
+        if any(of_group.rule.orthogonalizes for of_group in settings.groups):
             self.chunk_of = ranks.planner.assign(
                 self._groups, self.specs, ranks.shards.shapes, self._process_group, self._agree
             )
@@ -279,6 +288,16 @@ class SharedStep:
             if self.sums is not None and tensors.process_group is not None and tensors.moving:
                 flags = self.sums.select_moving(tensors.process_group, self._units_of(tensors))
                 tensors.moving = list(flags.to(tensors.moving[0]).split([*map(len, tensors.moving)]))
+
+    @contextlib.contextmanager
+    def noting_interruption(self) -> Iterator[None]:
+        """Note what stops the block, where other ranks share parameters: they no longer hold the same ones then."""
+        try:
+            yield
+        except BaseException as error:
+            if self._process_group is not None or self.specs or not self.is_alone:
+                self._ranks.interruption = str(error) or type(error).__name__
+            raise
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
@@ -432,6 +451,8 @@ class Ranks:
         self.planner = MatrixPlanner()
         self.have_shared = False  # the last step
         self.compared: Group = None  # the process group whose ranks have compared their settings
+        self.held_error: Exception | None = None  # that this rank has failed with since the last step
+        self.interruption: str | None = None  # what has stopped the last step half-way
         self._before = _Settings((), has_global_norm=False, has_metrics=False)
         # What of the groups ranks have agreed on, by their ids, with the groups themselves: ids are used again.
         self._known: dict[int, tuple[Mapping[str, Any], _OfGroup]] = {}

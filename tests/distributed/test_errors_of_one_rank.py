@@ -310,7 +310,7 @@ def test_a_loaded_state_ends_an_interruption():
         mars = make("sharded")
         step(mars)
         kept = mars.state_dict()
-        mars._interruption = "out of memory" if rank == 1 else None
+        mars._ranks.interruption = "out of memory" if rank == 1 else None
         found = [outcome(lambda: step(mars))]
         mars.load_state_dict(kept)
         return [*found, outcome(lambda: step(mars))]
