@@ -140,7 +140,6 @@ SAMPLED = {
     "tests/step/test_last_norms.py::test_changed_last_gradients": 3,
     "tests/step/test_memory.py::test_bytes_held": 2,
     "tests/step/test_resting.py::test_forty_idle_steps": 6,
-    "tests/step/test_torch_suite.py::test_state_dict_deterministic": 3,
 }
 
 

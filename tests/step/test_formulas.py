@@ -221,6 +221,40 @@ def test_gamma_zero_without_clipping_is_torch_adamw():
     torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
 
 
+def stepped(**settings: Any) -> list[nn.Parameter]:
+    """Return parameters after three steps."""
+    params = parameters(torch.float32)
+    optimizer = Mars(params, **settings)
+    for step in range(3):
+        for param, gradient in zip(params, gradients(params, step), strict=True):
+            param.grad = gradient
+        optimizer.step()
+    assert {state["step"].dtype for state in optimizer.state.values()} == {torch.float32}
+    return params
+
+
+@pytest.mark.parametrize("dimensions", [0, 1, 2])
+@pytest.mark.parametrize("mars_type", TYPES)
+@fused_and_plain
+def test_rates_in_tensors_of_one_element(fused, mars_type, dimensions):
+    """They are as the number, to the bit, and stay as they are."""
+    lr = torch.tensor(1e-3, dtype=torch.float64).reshape([1] * dimensions)
+    settings = {"mars_type": mars_type, "fused": fused}
+    assert equal(stepped(lr=lr, **settings), stepped(lr=1e-3, **settings)) and lr.item() == 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
+@pytest.mark.parametrize("mars_type", TYPES)
+def test_the_default_dtype_changes_no_bit(mars_type, dtype):
+    expected = stepped(mars_type=mars_type)
+    torch.set_default_dtype(dtype)
+    try:
+        found = stepped(mars_type=mars_type)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert equal(found, expected)
+
+
 def linear_with_warmup(mars: Mars) -> Any:
     return torch.optim.lr_scheduler.LambdaLR(mars, lambda step: (0.0, 0.5, 1.0, 0.25, 0.0)[step])
 
