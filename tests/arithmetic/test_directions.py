@@ -14,7 +14,6 @@ from typing import Any
 import exchange_on_paper
 import pytest
 import torch
-from helpers import gpt2
 from reference import Reference, newton_schulz
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -276,7 +275,6 @@ def test_matrices_of_one_shape_with_different_settings(mars_type, different):
     [
         ({"layout": MatrixLayout(parts=(4,))}, r"shape \(6, 4\): the parts do not fit its 6 outputs"),
         ({"layout": {"batched": True}}, r"shape \(6, 4\): too few dimensions"),
-        ({"ns_steps": 4, "ns_coefficients": "polar-express"}, "is a schedule of 5 steps and ns_steps=4"),
     ],
     ids=str,
 )
@@ -285,13 +283,9 @@ def test_wrong_settings(settings, message):
         Mars([{"params": make((6, 4)), **settings}], mars_type="mars-m")
 
 
-def test_split_fused_without_effect():
-    with pytest.raises(ValueError, match=r"split_fused=.*mars-adamw.*orthogonalizes nothing.*'mars-shampoo', 'mars-m'"):
-        mars_hf.create(gpt2(), split_fused="none", lr=3e-3)
+def test_split_fused_without_a_model():
     with pytest.raises(ValueError, match=r"split_fused=.*pass the model"):
         mars_hf.create(make((4, 4)), mars_type="mars-m", split_fused="none", lr=3e-3)
-    with pytest.raises(ValueError, match="split_fused='all'"):
-        mars_hf.create(gpt2(), mars_type="mars-m", split_fused="all", lr=3e-3)
 
 
 @pytest.mark.parametrize(

@@ -248,18 +248,6 @@ def test_a_name_that_is_no_dtype():
     assert mars.state[param]["exp_avg"].dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("edit", [{"mars_type": "mars-adam"}, {"mars_type": "muon"}, {"role": "table"}], ids=str)
-def test_edited_names_that_are_none(edit):
-    param = matrix()
-    mars = mars_hf.Mars([param])
-    mars.param_groups[0].update(edit)
-    param.grad = torch.ones_like(param)
-    ((name, value),) = edit.items()
-    with pytest.raises(ValueError, match=f"{name}='{value}' is not valid"):
-        mars.step()
-    assert not mars.state and torch.equal(param.detach(), torch.ones(4, 4))
-
-
 # --- decays -----------------------------------------------------------------------------------------------------------
 
 

@@ -240,12 +240,6 @@ def test_numbers_that_are_text(text, number):
         mars_hf.create(matrix(), gamma="much", lr=3e-3)
 
 
-def test_labels_of_wrappers():
-    assert Mars([{"params": matrix(), "lr_scale": 0.5}]).param_groups[0]["lr_scale"] == 0.5
-    with pytest.raises(UnknownHyperparameterError, match="unknown 'lr_scale'; accepted: lr"):
-        mars_hf.create(matrix(), lr_scale=0.5, lr=3e-3)
-
-
 # --- optim_args -------------------------------------------------------------------------------------------------------
 
 

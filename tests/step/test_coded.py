@@ -308,18 +308,6 @@ def test_exact_form():
     torch.testing.assert_close(*params, rtol=0, atol=3e-4)
 
 
-def test_approximate_steps_and_then_exact_ones():
-    param = nn.Parameter(torch.ones(64, 128))
-    mars = Mars([param], lr=1e-3, state_dtype="8bit")
-    stepped(param, torch.ones_like(param), mars)
-    mars.param_groups[0]["is_approx"] = False
-    param.grad = torch.ones_like(param)
-    mars.update_previous_grad()
-    mars.update_last_grad()
-    stepped(param, torch.ones_like(param), mars)
-    assert "last_grad" not in mars.state[param] and "last_grad_scale" not in mars.state[param]
-
-
 def test_release_and_skipped_steps():
     runs = []
     for releases in (False, True):

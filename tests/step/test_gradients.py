@@ -175,6 +175,7 @@ REFUSED: dict[str, Any] = {
     },
     "freed": (lambda p, m: p.untyped_storage().resize_(0), "has been freed"),
     "unknown rule": (lambda p, m: m.param_groups[0].update(mars_type="adamw"), "mars_type='adamw'.*accepted"),
+    "name of create": (lambda p, m: m.param_groups[0].update(mars_type="muon"), "mars_type='muon'.*accepted"),
     "unknown role": (lambda p, m: m.param_groups[0].update(role="bias"), "role='bias'.*accepted"),
     "unknown rounding": (lambda p, m: m.param_groups[0].update(rounding="up"), "rounding='up'.*accepted"),
     "norms that differ": (lambda p, m: m.param_groups[0].update(max_grad_norm=2.0), "max_grad_norm"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -253,20 +252,6 @@ def test_layouts_say_what_an_expert_is(layout, rests):
     gradient[1] = 0
     step(optimizer, gradient)
     assert torch.equal(param[1], before[1]) == rests
-
-
-def test_metrics_change_nothing_at_rest():
-    def run(measured: bool) -> list[Any]:
-        params = made((6, 4), (3, 5, 4))
-        optimizer = Mars(params, mars_type="mars-lion", lr=0.01)
-        for number in range(4):
-            optimizer.collect_metrics(measured)
-            gradient = draw(3, 5, 4, seed=number)
-            gradient[number % 3] = 0
-            step(optimizer, torch.zeros(6, 4) if number else draw(6, 4), gradient)
-        return params
-
-    assert all(map(torch.equal, run(True), run(False)))
 
 
 @every_orthogonalizing
