@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
+from forks import run_in_forks
 from helpers import Blocks, arguments, equal, gpt2, mars_trainer, trainer
 from torch import nn
 from torch.optim import lr_scheduler
@@ -34,10 +34,7 @@ def begin(optimizer: Any, model: nn.Module, folder: Any, scheduler: Any = None, 
     callback.on_train_begin(arguments(folder, **args), TrainerState(), TrainerControl(), **run)
 
 
-@pytest.mark.slow
-def test_reloaded_package(tmp_path):
-    """It is no other optimizer's fault."""
-    script = """
+RELOADED = """
 import importlib, sys
 from transformers import Trainer
 import mars_hf
@@ -59,8 +56,35 @@ try:
 except RuntimeError as error:
     print("2", error)
 """
-    finished = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=tmp_path)
-    first, second = finished.stdout.strip().splitlines()[-2:]
+WITHOUT = """
+import sys
+import torch
+from transformers import GPT2LMHeadModel, Trainer, TrainingArguments
+
+(checkpoint,) = sys.argv[1:]
+model = GPT2LMHeadModel.from_pretrained(checkpoint)
+rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 8
+args = TrainingArguments("out", max_steps=4, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True)
+try:
+    Trainer(model, args, train_dataset=rows).train(resume_from_checkpoint=checkpoint)
+finally:
+    print("mars_hf" in sys.modules)
+"""
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory) -> dict[str, subprocess.CompletedProcess[str]]:
+    """Run both scripts; the second has a checkpoint of MARS, and not mars_hf."""
+    folder = tmp_path_factory.mktemp("scripts")
+    _, checkpoint = saved_checkpoint(folder / "mars")
+    scripts = {"reloaded": RELOADED, "without": WITHOUT}
+    return run_in_forks(scripts, folder, ["transformers.trainer"], arguments={"without": [str(checkpoint)]})
+
+
+@pytest.mark.slow
+def test_reloaded_package(ended):
+    """It is no other optimizer's fault."""
+    first, second = ended["reloaded"].stdout.strip().splitlines()[-2:]
     assert first.startswith("1 the optimizer that would step is a Mars of another import of mars_hf")
     assert second.startswith("2 mars_hf has been reloaded, or removed from sys.modules")
     assert first.endswith("restart Python") and second.endswith("restart Python")
@@ -252,21 +276,6 @@ def test_weights_of_a_loss_without_gradients():
 
 # --- checkpoints where mars_hf is not imported ------------------------------------------------------------------------
 
-WITHOUT = """
-import sys
-import torch
-from transformers import GPT2LMHeadModel, Trainer, TrainingArguments
-
-folder, checkpoint = sys.argv[1:]
-model = GPT2LMHeadModel.from_pretrained(checkpoint)
-rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 8
-args = TrainingArguments(folder, max_steps=4, use_cpu=True, report_to=[], save_strategy="no", disable_tqdm=True)
-try:
-    Trainer(model, args, train_dataset=rows).train(resume_from_checkpoint=checkpoint)
-finally:
-    print("mars_hf" in sys.modules)
-"""
-
 
 def saved_checkpoint(folder: Path) -> tuple[Any, Path]:
     run = mars_trainer(arguments(folder, max_steps=2, save_strategy="steps", save_steps=2), gpt2())
@@ -275,11 +284,8 @@ def saved_checkpoint(folder: Path) -> tuple[Any, Path]:
 
 
 @pytest.mark.slow
-def test_plain_trainer_refuses_a_checkpoint(tmp_path):
-    _, checkpoint = saved_checkpoint(tmp_path / "mars")
-    script = tmp_path / "without.py"
-    script.write_text(WITHOUT)
-    finished = subprocess.run([sys.executable, script, tmp_path / "out", checkpoint], capture_output=True, text=True)
+def test_plain_trainer_refuses_a_checkpoint(ended):
+    finished = ended["without"]
     assert finished.stdout.splitlines()[-1] == "False"
     last = finished.stderr.strip().splitlines()[-1]
     assert "step 2 of MARS (mars_hf): resume with the optimizer that saved it" in last, finished.stderr[-2000:]
