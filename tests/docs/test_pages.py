@@ -447,18 +447,15 @@ needs_mkdocs = pytest.mark.skipif(
 )
 
 
-def build_site(folder, site):
-    """Build the site of a folder; not with --quiet, under which mkdocs counts no warnings and --strict never fails."""
-    environment = {**os.environ, "PYTHONPATH": str(folder), "NO_MKDOCS_2_WARNING": "1"}
-    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
-    return subprocess.run(build, cwd=folder, capture_output=True, text=True, env=environment)
-
-
 @needs_mkdocs
 @pytest.mark.slow
-def test_build_fails_for_dead_links_and_missing_pictures(tmp_path):
-    """In a copy: a missing page, section, picture, and picture of the benchmarks are one warning each."""
-    copy = tmp_path / "copy"
+def test_site_builds(tmp_path):
+    """It has every public name, all pictures and the changelog, and loads nothing from elsewhere.
+
+    In a copy with five mistakes: a missing page, section and picture, and two in the changelog. Each is a warning, and
+    there is no other.
+    """
+    copy, site = tmp_path / "copy", tmp_path / "site"
     for part in ("docs", "mars_hf", "benchmarks/results"):
         shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("*.json", "__pycache__"))
     for file in ("mkdocs.yml", "CHANGELOG.md"):
@@ -467,42 +464,37 @@ def test_build_fails_for_dead_links_and_missing_pictures(tmp_path):
         page.write("\n[a](nopage.md) [b](speed.md#nosection) ![c](images/nopicture.png)\n")
     with (copy / "CHANGELOG.md").open("a", encoding="utf-8") as page:
         page.write("\n[d](docs/nochange.md) ![e](benchmarks/results/noresult.png)\n")
-    finished = build_site(copy, tmp_path / "site")
+    environment = {**os.environ, "PYTHONPATH": str(copy), "NO_MKDOCS_2_WARNING": "1"}
+    # Not with --quiet, under which mkdocs counts no warnings and --strict never fails; it writes the site first.
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
+    finished = subprocess.run(build, cwd=copy, capture_output=True, text=True, env=environment)
     assert finished.returncode != 0
     for wrong in ("nopage.md", "#nosection", "nopicture.png", "nochange.md", "noresult.png"):
         assert wrong in finished.stderr, finished.stderr
     assert "Aborted with 5 warnings" in finished.stderr + finished.stdout, finished.stderr
-
-
-@needs_mkdocs
-@pytest.mark.slow
-def test_site_builds(tmp_path):
-    """It has every public name, all pictures and the changelog, and loads nothing from elsewhere."""
-    finished = build_site(ROOT, tmp_path)
-    assert finished.returncode == 0, finished.stdout + finished.stderr
-    page = (tmp_path / "api" / "index.html").read_text(encoding="utf-8")
+    page = (site / "api" / "index.html").read_text(encoding="utf-8")
     assert [name for name in mars_hf.__all__ if f'id="mars_hf.{name}"' not in page] == []
     assert [name for name in SETTINGS if f'<code id="{name}">' not in page] == []
     loads = re.compile(r"""<(?:script|link|img)\b[^>]*?(?:src|href)=["']?(https?://[^"'\s>]+)""")
-    for page in tmp_path.rglob("*.html"):
+    for page in site.rglob("*.html"):
         html = page.read_text(encoding="utf-8")
         assert loads.findall(html) == [], page
         assert f"mars_hf {mars_hf.__version__}" in html or page.name == "404.html", page
-    assert (tmp_path / "changelog" / "index.html").is_file()
-    notebook = (tmp_path / "notebooks" / "quick_start" / "index.html").read_text(encoding="utf-8")
+    assert (site / "changelog" / "index.html").is_file()
+    notebook = (site / "notebooks" / "quick_start" / "index.html").read_text(encoding="utf-8")
     assert "mars_m helps" in notebook and "-m mars_hf compare tiny.py" in notebook.replace("\n", " ")
-    assert (tmp_path / "notebooks" / re.search(r'href="\.\./([^"]+)" download', notebook)[1]).is_file()
+    assert (site / "notebooks" / re.search(r'href="\.\./([^"]+)" download', notebook)[1]).is_file()
     pictures = re.findall(r'<img[^>]* src="\.\./(quick_start_\d\.png)"', notebook)
-    assert len(pictures) == 2 and all((tmp_path / "notebooks" / name).is_file() for name in pictures)
-    assert 'href="notebooks/quick_start/"' in (tmp_path / "index.html").read_text(encoding="utf-8")
+    assert len(pictures) == 2 and all((site / "notebooks" / name).is_file() for name in pictures)
+    assert 'href="notebooks/quick_start/"' in (site / "index.html").read_text(encoding="utf-8")
     # Code in tables may wrap after brackets and equals signs, short names and code elsewhere not.
-    page = (tmp_path / "trainer" / "index.html").read_text(encoding="utf-8")
+    page = (site / "trainer" / "index.html").read_text(encoding="utf-8")
     assert "optimizer_cls_and_kwargs=<wbr>mars_hf.factory(<wbr>args" in page and page.count("<wbr>") < 40
-    page = (tmp_path / "muon" / "index.html").read_text(encoding="utf-8")
+    page = (site / "muon" / "index.html").read_text(encoding="utf-8")
     assert '<code class="option">zero3_init/m<' not in page and "<code>step()</code></td>" in page
-    assert '<code class="option">gpt2-small</code>' in (tmp_path / "pretraining" / "index.html").read_text()
+    assert '<code class="option">gpt2-small</code>' in (site / "pretraining" / "index.html").read_text()
     shown = re.findall(r"benchmarks/results/(\w+\.png)", PAGES["speed.md"].read_text(encoding="utf-8"))
-    assert shown and all((tmp_path / "images" / "results" / name).is_file() for name in shown)
+    assert shown and all((site / "images" / "results" / name).is_file() for name in shown)
 
 
 def test_navigation_groups():
@@ -535,18 +527,6 @@ def test_glossary_has_the_arms(page):
         assert optimizer in explained and (not addition or addition in explained), arm
 
 
-@pytest.mark.slow
-def test_figures_are_drawn_from_results(tmp_path):
-    """Pictures have the same names and sizes when drawn again; pixels differ with matplotlib's version."""
-    script = ROOT / "docs" / "figures" / "draw.py"
-    subprocess.run([sys.executable, str(script), "--output_dir", str(tmp_path)], check=True, capture_output=True)
-    drawn = sorted(path.name for path in tmp_path.glob("*.png"))
-    assert drawn
-    for name in drawn:
-        with Image.open(tmp_path / name) as new, Image.open(ROOT / "docs" / "images" / name) as kept:
-            assert new.size == kept.size
-
-
 def test_every_picture_is_on_a_page():
     pages = "\n".join(path.read_text(encoding="utf-8") for path in PAGES.values())
     pictures = [*(ROOT / "docs" / "images").glob("*.png"), *(ROOT / "benchmarks" / "results").glob("*.png")]
@@ -555,13 +535,20 @@ def test_every_picture_is_on_a_page():
 
 
 @pytest.mark.slow
-def test_figures_have_titles_and_say_which_way_is_good():
-    """Every figure has a title; those of losses, errors and metrics say that lower is better."""
+def test_figures_are_drawn_from_results(tmp_path, monkeypatch):
+    """Sizes are those of the kept pictures, pixels differ with matplotlib's version; every figure has a title.
+
+    Those of losses, errors and metrics say that lower is better.
+    """
     spec = importlib.util.spec_from_file_location("draw_figures", ROOT / "docs" / "figures" / "draw.py")
     draw = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(draw)
-    for name, make in draw.FIGURES.items():
-        figure = make()
+    figures = []
+    monkeypatch.setattr(draw.plt, "close", figures.append)
+    draw.main(["--output_dir", str(tmp_path)])
+    for name, figure in zip(draw.FIGURES, figures, strict=True):
+        with Image.open(tmp_path / name) as new, Image.open(ROOT / "docs" / "images" / name) as kept:
+            assert new.size == kept.size
         assert figure.get_suptitle() or any(axes.get_title() for axes in figure.axes), name
         texts = " ".join(text.get_text() for text in figure.findobj(Text)).replace("\n", " ")
         assert "lower is better" in texts or name in ("weights_of_past_gradients.png", "step.png"), name
