@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from launching import Launches, from_all_ranks, leave
 from test_errors_of_one_rank import MANY, MESHES, make, params_of, step
 from test_ranks_in_threads import run_ranks
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from mars_hf import Mars
 from mars_hf.distributed import exchange
@@ -136,12 +137,7 @@ class _Slow:
         time.sleep(max(0.0, self._ends - time.monotonic()))
 
 
-def _time_a_step(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
-    from torch.distributed.fsdp import fully_shard
-
+def _time_a_step(spec: str, file: Path) -> None:
     exchange.ROUND_ELEMENTS = 1
     exchange.ROUNDS = ROUNDS
     model = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(WORLD * ROUNDS)])
@@ -160,19 +156,16 @@ def _time_a_step(rank: int, folder: str) -> None:
     dist.barrier()
     start = time.monotonic()
     mars.step()
-    Path(folder, f"{rank}").write_text(f"{time.monotonic() - start} {next(calls)}")
-    dist.destroy_process_group()
+    leave(file, from_all_ranks((time.monotonic() - start, next(calls))))
 
 
 @pytest.mark.slow
 @pytest.mark.multiprocess
-def test_a_step_takes_the_longer_of_exchange_and_work(tmp_path):
+def test_a_step_takes_the_longer_of_exchange_and_work(tmp_path_factory):
     """And the first gathering and the last scattering, not their sum."""
-    mp.spawn(_time_a_step, (str(tmp_path),), nprocs=WORLD)
-    for rank in range(WORLD):
-        seconds, calls = Path(tmp_path, f"{rank}").read_text().split()
-        one_after_the_other = int(calls) * (WORK + 2 * TRAVEL)
-        overlapped = int(calls) * WORK + 2 * TRAVEL
-        assert int(calls) == ROUNDS
+    for seconds, calls in Launches(_time_a_step, tmp_path_factory).get("step", ["step"], WORLD, "step").notes:
+        one_after_the_other = calls * (WORK + 2 * TRAVEL)
+        overlapped = calls * WORK + 2 * TRAVEL
+        assert calls == ROUNDS
         # Without overlap it cannot be shorter than the sum; busy cores make it longer.
-        assert overlapped <= float(seconds) < (overlapped + 3 * one_after_the_other) / 4
+        assert overlapped <= seconds < (overlapped + 3 * one_after_the_other) / 4

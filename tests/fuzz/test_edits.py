@@ -337,7 +337,7 @@ every_backend = pytest.mark.parametrize("backend", NAMES)
 
 @every_backend
 @pytest.mark.usefixtures("kernels")
-@searched(25 if TRITON else 10)  # there are 250 below, but not in the interpreter
+@searched(25 if TRITON else 10)  # there are 100 below, but not in the interpreter
 def test_edits_and_layouts(backend, seed, rule, edits):
     run(backend, seed, rule, edits)
 
@@ -345,7 +345,7 @@ def test_edits_and_layouts(backend, seed, rule, edits):
 @pytest.mark.slow
 @every_backend
 @pytest.mark.usefixtures("kernels")
-@searched(250)
+@searched(100)
 def test_random_edits_of_groups(backend, seed, rule, edits):
     run(backend, seed, rule, edits)
 

@@ -73,8 +73,10 @@ class Recorder(TrainerCallback):
         self.model = copy.deepcopy(model)
 
 
-@pytest.mark.parametrize("make_model", [mixtral, neox])
-@pytest.mark.parametrize("way", ["MarsTrainer", "optim", "factory", "create"])
+@pytest.mark.parametrize(
+    ("way", "make_model"),
+    [("create", neox), ("MarsTrainer", neox), ("optim", neox), ("factory", neox), ("create", mixtral)],
+)
 def test_resumed_run_is_the_same_to_the_bit(tmp_path, make_model, way, caplog):
     def make(seed: int):
         args = arguments(tmp_path, **SAVES)
