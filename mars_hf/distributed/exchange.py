@@ -107,9 +107,7 @@ class ProcessGroups(NamedTuple):
 
     def order(self) -> tuple[Any, ...]:
         """Return the sort key of these groups: one order on all ranks."""
-        shards = () if self.shards is None else group_order(self.shards)
-        replicas = () if self.replicas is None else group_order(self.replicas)
-        return shards, replicas, self.device.type, str(self.dtype)
+        return group_order(self.shards), group_order(self.replicas), self.device.type, str(self.dtype)
 
 
 class Parcel(NamedTuple):
@@ -254,7 +252,8 @@ class Exchange:
         _copy(places, parts)
         results = work(own, [*wholes.values()], [rows[index] for index in wholes])
         _copy(parts, _places(parcels, dict(zip(wholes, results, strict=True))))
-        _copy([parcel.rows for parcel in parcels], [rows[parcel.matrix.param_index] for parcel in parcels])
+        with_rows = [parcel for parcel in parcels if parcel.matrix.rows]
+        _copy([parcel.rows for parcel in with_rows], [rows[parcel.matrix.param_index] for parcel in with_rows])
 
     def _all_to_all(self, received: _Box, sent: _Box) -> Travel:
         """Send each rank of this replica its bytes in a box, and receive those in another one."""
@@ -321,12 +320,13 @@ def _parts(matrices: Iterable[Matrix], rank: int) -> list[tuple[Matrix, Slice]]:
 
 
 def _tensors_in(parcels: Iterable[Parcel]) -> list[Tensor]:
-    return [tensor for parcel in parcels for tensor in (parcel.part, parcel.rows)]
+    """Return what is in parcels; without empty rows, whose dtype would keep a GPU from one copy of all parts."""
+    return [tensor for parcel in parcels for tensor in (parcel.part, parcel.rows) if tensor.numel()]
 
 
 def _tensors_of(parcels: Iterable[Parcel], held: Held) -> list[Tensor]:
     """Return what a rank holds of what is in parcels, in the same order."""
-    return [tensor for parcel in parcels for tensor in held[parcel.matrix.param_index]]
+    return [tensor for parcel in parcels for tensor in held[parcel.matrix.param_index] if tensor.numel()]
 
 
 def _places(parcels: Iterable[Parcel], wholes: Mapping[int, Tensor]) -> list[Tensor]:
@@ -513,30 +513,21 @@ def _matrices_of_zero(
             held[shard.param_index] = member.group_index, shard.slice
     everywhere: list[dict[int, tuple[int, Slice]]] = [{}] * dist.get_world_size(groups.shards)
     dist.all_gather_object(everywhere, held, group=groups.shards)
-    slices: dict[int, dict[int, Slice]] = {}
-    group_index_of: dict[int, int] = {}
-    for rank, of_rank in enumerate(everywhere):
-        for index, (group_index, part) in of_rank.items():
-            slices.setdefault(index, {})[rank] = part
-            group_index_of[index] = group_index
     of_group = {member.group_index: member for member in members}
     matrices = []
-    for index in sorted(slices):
-        _check_pieces(index, shapes[index], slices[index].values())
-        member = of_group[group_index_of[index]]
-        matrices.append(_matrix(groups, member, index, shapes[index], slices[index].get))
+    for index in sorted(set().union(*everywhere)):
+        of_ranks = {rank: held[index] for rank, held in enumerate(everywhere) if index in held}
+        slices = {rank: part for rank, (_, part) in of_ranks.items()}
+        _check_pieces(index, shapes[index], slices.values())
+        group_index, _ = next(iter(of_ranks.values()))
+        matrices.append(_matrix(groups, of_group[group_index], index, shapes[index], slices.get))
     return matrices
 
 
 def _check_pieces(index: int, shape: torch.Size, pieces: Iterable[Slice]) -> None:
     """Raise RuntimeError unless the ranks' pieces of a parameter follow one another from its start to its end."""
-    end = 0
-    for start, length in sorted((piece.start, piece.length) for piece in pieces):
-        if start != end:
-            end = -1
-            break
-        end = start + length
-    if end != shape.numel():
+    starts, ends = zip(*sorted((piece.start, piece.start + piece.length) for piece in pieces), strict=True)
+    if (*starts, shape.numel()) != (0, *ends):
         raise RuntimeError(
             f"unsupported sharding of parameter {index} (shape {tuple(shape)}): the ranks' pieces overlap "
             "or leave gaps. Supported are DDP, FSDP2, tensor parallelism and ZeRO-1/2/3"

@@ -129,6 +129,8 @@ class GroupSums:
 
 def group_order(group: Group) -> tuple[Any, ...]:
     """Return the sort key of process groups: one order on all ranks, so that ranks in several do not deadlock."""
+    if group is None:
+        return ()
     ranks = tuple(ranks_of(group))
     # First what all ranks of a mesh have in common: the rows of one may be the columns of another.
     return tuple(rank - ranks[0] for rank in ranks), ranks, group.group_name

@@ -143,12 +143,8 @@ class Shards:
         return _spec_of_zero3(param, originals) or _spec_of_zero12(param, originals)
 
     def _living_originals(self) -> list[tuple[int, Tensor]]:
-        living = []
-        for index, reference in self._originals.items():
-            param = reference()
-            if param is not None:
-                living.append((index, param))
-        return living
+        params = [(index, reference()) for index, reference in self._originals.items()]
+        return [(index, param) for index, param in params if param is not None]
 
     def _find_originals(self, model: ModelRef | None) -> list[tuple[int, Tensor]]:
         """Find the parameters that DeepSpeed has flattened: those of the model, else among all objects, in 50 ms."""
@@ -306,12 +302,9 @@ def replicas_in_mesh(tensor: Any) -> Group:
     Along further dimensions ranks repeat the work, with the same result, since all start from the same values.
     """
     mesh = tensor.device_mesh
-    longest = None
-    most_ranks = 1
-    for dim, placement in enumerate(tensor.placements):
-        if placement.is_replicate() and mesh.size(dim) > most_ranks:
-            longest, most_ranks = dim, mesh.size(dim)
-    return None if longest is None else mesh.get_group(longest)
+    dims = [dim for dim, placement in enumerate(tensor.placements) if placement.is_replicate()]
+    longest = max(dims, key=mesh.size, default=None)
+    return None if longest is None or mesh.size(longest) == 1 else mesh.get_group(longest)
 
 
 def spec_of_copies(param: Any, index: int, process_group: Group) -> ShardSpec | None:
