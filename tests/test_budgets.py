@@ -38,7 +38,7 @@ ROOT = PACKAGE.parent
 COMPARE = "mars_hf/compare"
 ROOMS = {
     "mars_hf": (62, 14_900),
-    COMPARE: (17, 2_600),
+    COMPARE: (16, 2_300),
     "recipes": (27, 3_900),
     "tests": (110, 29_000),
     "benchmarks": (14, 3_100),

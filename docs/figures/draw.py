@@ -31,9 +31,10 @@ sys.path.append(str(ROOT / "benchmarks"))
 import published  # noqa: E402 (needs the line above)
 from published import by_contender, further_runs, runs  # noqa: E402
 
-from mars_hf.compare import differences, picture  # noqa: E402
+from mars_hf.compare import picture  # noqa: E402
 from mars_hf.compare.differences import FinishedRun  # noqa: E402
 from mars_hf.compare.metric import Metric  # noqa: E402
+from mars_hf.compare.verdict import Findings  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 NAMES = {"adamw": "AdamW", "nadamw": "NAdamW", "mars_adamw": "MARS-AdamW", "muon": "Muon", "mars_m": "MARS-M"}
@@ -157,18 +158,12 @@ def draw_finetuning() -> Figure:
 def draw_compare() -> Figure:
     """Show what `python -m mars_hf compare` draws for the example of its page."""
     result = published.read("compare_minimal")
-    members = [FinishedRun(**{**run, "curve": tuple(map(tuple, run["curve"]))}) for run in result["runs"]]
+    members = [FinishedRun(**run) for run in result["runs"]]
     searched = {arm: {row["rate"]: row["values"] for row in rows} for arm, rows in result["search"].items()}
     baseline, *others = result["arms"]
-    return picture.figure_of(
-        f"{' and '.join(others)} against {baseline} on pretrain_minimal.py: 0.1M parameters, 100 steps, 3 seeds",
-        searched,
-        {run.arm: run.rate for run in members},
-        members,
-        differences.differences(members, baseline),
-        Metric(**result["metric"]),
-        baseline,
-    )
+    title = f"{' and '.join(others)} against {baseline} on pretrain_minimal.py: 0.1M parameters, 100 steps, 3 seeds"
+    best = {run.arm: run.rate for run in members}
+    return picture.figure_of(Findings(title, Metric(**result["metric"]), baseline, members, searched, best))
 
 
 def weights_of_past_gradients(beta1: float, gamma: float, length: int) -> np.ndarray:

@@ -10,6 +10,7 @@ import contextlib
 import functools
 import importlib.util
 import inspect
+import json
 import math
 import os
 import runpy
@@ -26,11 +27,10 @@ import transformers.trainer
 from transformers.trainer import Trainer
 from transformers.training_args import TrainingArguments
 
-from mars_hf.compare import arguments, files
-from mars_hf.compare.arguments import Refused
-from mars_hf.compare.order import VARIABLE, Order
-from mars_hf.compare.recorder import NonFiniteLosses, Recorder
-from mars_hf.training.nonfinite import NonFiniteCallback, NonFiniteError
+from mars_hf.compare import files
+from mars_hf.compare.order import VARIABLE, Order, Refused
+from mars_hf.compare.recorder import Recorder
+from mars_hf.training.nonfinite import NonFiniteError
 from mars_hf.training.trainer import MarsTrainer  # registers MARS's names
 
 _WRITE_EVERY = 5.0  # seconds
@@ -49,24 +49,19 @@ class Child:
     def __init__(self, order: Order) -> None:
         """Begin an empty result."""
         self.order = order
+        self.training: dict[str, Any] = {}  # its record; empty before it begins
         self.result: dict[str, Any] = {
             "state": "running",
             "message": "",
             "seconds": 0.0,
             "order": order.what_trains(),
             "notes": [],
-            "training": {},
+            "training": self.training,
         }
-        self.trainer: Trainer | None = None  # the one that trained
+        self.recorder: Recorder | None = None  # of the Trainer that trains
         self._refusal = ""
         self._written = 0.0
         self._is_first_rank = int(os.environ.get("RANK", "0")) == 0
-
-    @property
-    def training(self) -> dict[str, Any]:
-        """Return the record of the training; {} before it begins."""
-        found: dict[str, Any] = self.result["training"]
-        return found
 
     def note(self, text: str) -> None:
         """Add a line that belongs on the page, once."""
@@ -84,25 +79,29 @@ class Child:
                 "other can be compared there; leave optimizers=... out of the script"
             )
         if args is not None:
-            for line in arguments.apply_again(self.order, args):
+            for line in self.order.apply_again(args):
                 self.note(line)
             if given.get("eval_dataset") is not None:
-                self.note(arguments.evaluate_in_training(self.order, args))
-
-    def after_trainer(self, trainer: Trainer) -> None:
-        """Follow a Trainer."""
-        trainer.add_callback(Recorder(trainer, self.order, self.training, self.write))
-        if not _callbacks(trainer, NonFiniteCallback):
-            trainer.add_callback(NonFiniteLosses())
+                self.note(self.order.evaluate_in_training(args))
 
     def before_training(self, trainer: Trainer) -> None:
-        """Refuse a second training: arms would differ in both."""
+        """Record a training, and refuse a second one: arms would differ in both."""
         if self.training:
             raise Refused(
                 f"the script trains more than once, {self.training['steps']} steps the first time, and the arms would "
                 "differ in all of them: let it train once"
             )
-        self.trainer = trainer
+        if self.recorder is None or self.recorder.trainer is not trainer:
+            self.recorder = Recorder(trainer, self.order, self.training, self.write)
+
+    @contextlib.contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Keep the first refusal of a block, or of a function that this decorates: a script may catch the error."""
+        try:
+            yield
+        except Refused as error:
+            self._refusal = self._refusal or str(error)
+            raise
 
     # --- result -------------------------------------------------------------------------------------------------------
 
@@ -115,9 +114,8 @@ class Child:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Run the script in this block, and keep a later comparison from starting this run again meanwhile."""
-        with contextlib.ExitStack() as stack:
-            if self._is_first_rank:
-                stack.enter_context(files.locked(Path(self.order.folder) / "process", "trains"))
+        lock = files.locked(Path(self.order.folder) / "process", "trains")
+        with lock if self._is_first_rank else contextlib.nullcontext():
             self.write(True)
             try:
                 yield
@@ -145,15 +143,13 @@ class Child:
             self._end("failed", "the training did not end")
         else:
             self._evaluate_at_end()
-            self._end(self._state_of_training(), "")
+            self._end(self._state_of_training())
 
     def _fail(self, message: str) -> None:
         """End a run that failed; it counts if training had ended, and an evaluation of what can be evaluated."""
-        evaluates = self.order.evaluates and getattr(self.trainer, "eval_dataset", None) is not None
-        is_over = self.training.get("ended") and (self.training["evaluations"] or not evaluates)
-        if is_over and not self._refusal:
+        if self.training.get("ended") and (self.training["evaluations"] or not self._can_evaluate):
             self.note(f"the script failed after training: {_one_line(message)}")
-            self._end(self._state_of_training(), "")
+            self._end(self._state_of_training())
         else:
             self._end("failed", message)
 
@@ -161,81 +157,70 @@ class Child:
         """Return how the training ended: some metrics are finite without a finite weight."""
         return "complete" if all(map(math.isfinite, self.training["losses"][-1:])) else "diverged"
 
-    def _end(self, state: str, message: str) -> None:
+    def _end(self, state: str, message: str = "") -> None:
+        """Write the end of the run; one that was refused has failed, whatever the script made of it."""
         seconds = time.time() - psutil.Process().create_time()  # imports are part of what a run costs
-        message = self._refusal or _one_line(message)
-        self.result |= {"state": "failed" if self._refusal else state, "message": message, "seconds": seconds}
+        state, message = ("failed", self._refusal) if self._refusal else (state, message)
+        self.result |= {"state": state, "message": _one_line(message), "seconds": seconds}
         self.write(True)
 
-    def refuse(self, error: Refused) -> None:
-        """Keep a refusal: a script may catch the error."""
-        self._refusal = self._refusal or _one_line(str(error))
+    @property
+    def _can_evaluate(self) -> bool:
+        trainer = None if self.recorder is None else self.recorder.trainer
+        return self.order.evaluates and getattr(trainer, "eval_dataset", None) is not None
 
     def _evaluate_at_end(self) -> None:
         """Evaluate where the script has an eval_dataset and has not done so since training ended."""
-        can = self.order.evaluates and getattr(self.trainer, "eval_dataset", None) is not None
-        if not can or any(one["step"] >= self.training["steps"] for one in self.training["evaluations"]):
+        is_done = any(one["step"] >= self.training["steps"] for one in self.training["evaluations"])
+        if is_done or not self._can_evaluate:
             return
-        assert self.trainer is not None
+        assert self.recorder is not None
         try:
-            self.trainer.evaluate()
+            self.recorder.trainer.evaluate()
         except Exception as error:  # the script may have merged or moved its model
             self.note(f"no evaluation at the end: {type(error).__name__}: {_one_line(str(error))}")
 
 
 def install(child: Child) -> None:
     """Change classes of transformers, before the script imports them."""
-    order = child.order
-    if order.with_mars:
+    if child.order.with_mars:
         transformers.Trainer = transformers.trainer.Trainer = MarsTrainer  # type: ignore[misc]
-    transformers.set_seed(order.shared["seed"])  # for scripts that make a model before any set_seed
-    post_init, init, train, step = (
-        TrainingArguments.__post_init__,
-        Trainer.__init__,
-        Trainer.train,
-        Trainer.training_step,
-    )
+    transformers.set_seed(child.order.shared["seed"])  # for scripts that make a model before any set_seed
+    post_init = TrainingArguments.__post_init__
+    init, train, step = Trainer.__init__, Trainer.train, Trainer.training_step
     signature = inspect.signature(init)
 
-    def refusing(function: Callable[..., Any], original: Callable[..., Any]) -> Any:
-        @functools.wraps(original)
-        def calling(*args: Any, **kwargs: Any) -> Any:
-            try:
-                return function(*args, **kwargs)
-            except Refused as error:
-                child.refuse(error)
-                raise
-
-        return calling
-
+    @child.refusing()
+    @functools.wraps(post_init)
     def checked_arguments(self: Any, *args: Any, **kwargs: Any) -> None:
-        arguments.apply(order, self)
+        child.order.apply(self)
         post_init(self, *args, **kwargs)
 
+    @child.refusing()
+    @functools.wraps(init)
     def followed_init(self: Any, *args: Any, **kwargs: Any) -> None:
         child.before_trainer(signature.bind(self, *args, **kwargs).arguments)
         init(self, *args, **kwargs)
-        child.after_trainer(self)
 
+    @child.refusing()
+    @functools.wraps(train)
     def counted_train(self: Any, *args: Any, **kwargs: Any) -> Any:
         child.before_training(self)
         return train(self, *args, **kwargs)
 
     @functools.wraps(step)
     def heard_step(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        recorders = [] if getattr(self, "in_stale_pass", False) else _callbacks(self, Recorder)
-        for recorder in recorders:
-            recorder.see_batch(inputs)
+        recorder = child.recorder
+        if recorder is None or recorder.trainer is not self or getattr(self, "in_stale_pass", False):
+            return step(self, model, inputs, *args, **kwargs)
+        recorder.see_batch(inputs)
         loss = step(self, model, inputs, *args, **kwargs)
-        for recorder in recorders:
-            recorder.add_loss(loss)
-        for callback in _callbacks(self, NonFiniteLosses):
-            callback.watch("loss", loss)
+        recorder.add_loss(loss)
         return loss
 
-    TrainingArguments.__post_init__ = refusing(checked_arguments, post_init)  # type: ignore[method-assign]
-    Trainer.__init__ = refusing(followed_init, init)  # type: ignore[method-assign]
-    Trainer.train = refusing(counted_train, train)  # type: ignore[method-assign]
+    TrainingArguments.__post_init__ = checked_arguments  # type: ignore[method-assign]
+    Trainer.__init__ = followed_init  # type: ignore[method-assign]
+    Trainer.train = counted_train  # type: ignore[method-assign]
     Trainer.training_step = heard_step  # type: ignore[method-assign]
     refuse_uploads(child.note)
 
@@ -266,7 +251,7 @@ def refuse_uploads(note: Callable[[str], None]) -> None:
 
 def main(argv: list[str]) -> None:
     """Run the script or module of the order as `__main__`."""
-    order = Order.read(os.environ[VARIABLE])
+    order = Order(**json.loads(os.environ[VARIABLE]))
     child = Child(order)
     install(child)
     sys.argv = [order.script, *argv[argv.index(order.script) + 1 :]]
@@ -278,10 +263,6 @@ def main(argv: list[str]) -> None:
             raise Refused(f"no such module: {order.script!r} (give a name that python -m can run)")
         else:
             runpy.run_module(order.script, run_name="__main__", alter_sys=True)
-
-
-def _callbacks(trainer: Trainer, kind: type) -> list[Any]:
-    return [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, kind)]
 
 
 def _one_line(text: str) -> str:

@@ -7,12 +7,12 @@ import importlib.util
 import itertools
 import os
 import shlex
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:  # --help and a missing package answer before these imports
-    from mars_hf.compare.comparison import Comparison
     from mars_hf.compare.plan import Plan
 
 _ARMS = ["adamw_torch", "mars_adamw", "mars_m", "muon"]
@@ -56,6 +56,7 @@ def main(argv: list[str]) -> int:
             f"python -m mars_hf compare needs {' and '.join(missing)}: pip install 'mars_hf[compare]'", file=sys.stderr
         )
         return 2
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # schedulers and `timeout` send it
     try:
         return _compare(options, rest)
     except (ValueError, OSError) as error:
@@ -64,13 +65,15 @@ def main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print("\nstopped, and its runs with it; the same command goes on where it was", file=sys.stderr)
         return 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _compare(options: argparse.Namespace, arguments: list[str]) -> int:
-    from mars_hf.compare import files, page
+    from mars_hf.compare import files
     from mars_hf.compare.comparison import Comparison
     from mars_hf.compare.order import Order
-    from mars_hf.compare.work import Slots, Work
+    from mars_hf.compare.work import Work
 
     plan = _plan(options)
     if not options.module and not os.path.isfile(options.script):
@@ -79,7 +82,7 @@ def _compare(options: argparse.Namespace, arguments: list[str]) -> int:
     if jobs < 1:
         raise ValueError("--jobs: give 1 or more")
     template = Order(options.script, options.module, arguments, shlex.split(options.launcher))
-    output, slots = Path(options.output_dir).resolve(), Slots(jobs, options.gpus, options.max_runs)
+    output = Path(options.output_dir).resolve()
     with files.locked(output, "compares"):
         output.mkdir(parents=True, exist_ok=True)
         comparison = Comparison(plan, template, output, options.metric, options.greater_is_better)
@@ -87,29 +90,19 @@ def _compare(options: argparse.Namespace, arguments: list[str]) -> int:
             for run in itertools.islice(comparison.missing(), 1000):
                 print(run.shell_line)
             return 0
-        print(_announcement(comparison))
-
-        def report() -> str:
-            return page.write(comparison, has_speeds=not slots.share_a_device)
-
-        Work(comparison, slots, report).until_done()
+        first, *others = (arm.name for arm in plan.arms)
+        there = "the first run tells metric and time" if comparison.metric is None else "it goes on there"
+        print(
+            f"{options.script}: {', '.join(others)} against {first}, new seeds {', '.join(map(str, plan.seeds))}; runs "
+            f"go to {output}, {there}"
+        )
+        work = Work(comparison, jobs, options.gpus, options.max_runs)
+        work.until_done()
         if comparison.metric is not None:
             is_done = next(comparison.missing(), None) is None
             go_on = "" if is_done else "; runs are missing, and the same command goes on"
-            print(f"\n{report()}\ncomparison.md, .json and .png are in {output}{go_on}")
+            print(f"\n{work.report()}\ncomparison.md, .json and .png are in {output}{go_on}")
     return 0
-
-
-def _announcement(comparison: Comparison) -> str:
-    """Return the first line: what will run."""
-    from mars_hf.compare.verdict import count
-
-    first, *others = (arm.name for arm in comparison.plan.arms)
-    there = "it goes on there" if comparison.metric is not None else "the first run tells metric and time"
-    return (
-        f"{comparison.template.script}: {', '.join(others)} against {first}, "
-        f"{count(len(comparison.plan.seeds), 'new seed')}; runs go to {comparison.output}, {there}"
-    )
 
 
 def _plan(options: argparse.Namespace) -> Plan:
@@ -126,8 +119,6 @@ def _plan(options: argparse.Namespace) -> Plan:
     if options.search_seeds is not None:
         plan.search_seeds = tuple(options.search_seeds)
     plan.set = {**plan.set, **dict(map(setting, options.set))}
-    if options.no_search:
-        plan.search_seeds = ()
     plan.check()
     return plan
 
@@ -159,7 +150,8 @@ def parser() -> argparse.ArgumentParser:
     add("--seeds", type=int, metavar="COUNT", help="new seeds at the best rates; default: 3")
     about = "the first brackets the best rate, all choose among the best three; default: 42 43 44"
     add("--search_seeds", type=int, nargs="+", metavar="SEED", help=about)
-    add("--no_search", action="store_true", help="the first rates alone: numbers, and no verdict")
+    about = "the first rates alone: numbers, and no verdict"
+    add("--no_search", dest="search_seeds", action="store_const", const=(), help=about)
     add("--max_runs", type=int, metavar="COUNT", help="stop after so many runs; the same command goes on")
 
     add = found.add_argument_group("how it runs").add_argument

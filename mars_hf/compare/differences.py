@@ -11,7 +11,6 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -25,59 +24,36 @@ _WIDER = 1.2
 _UNEQUAL = 0.7
 
 
-@dataclass(frozen=True)
-class FinishedRun:
-    """One finished run; `value` of a run that diverged is NaN and its curve is empty.
-
-    Args:
-        arm: its name.
-        rate: peak of its schedule.
-        seed: of the weights and of the data order.
-        value: the metric at the end.
-        seconds_per_step: without evaluations.
-        memory: bytes at the peak, of a GPU.
-        curve: step and metric of every evaluation, in order.
-        weights: fingerprint of the first weights; `batch`: of the first batch.
-    """
+class FinishedRun(NamedTuple):
+    """One finished run."""
 
     arm: str
-    rate: float
-    seed: int
-    value: float
-    seconds_per_step: float = math.nan
-    memory: float = math.nan
-    curve: tuple[tuple[int, float], ...] = ()
-    weights: str | None = None
-    batch: str | None = None
+    rate: float  # peak of its schedule
+    seed: int  # of the weights and of the data order
+    value: float  # the metric at the end; NaN if it diverged
+    seconds_per_step: float = math.nan  # without evaluations; NaN where runs shared a device
+    memory: float = math.nan  # bytes at the peak, of a GPU
+    curve: Sequence[tuple[int, float]] = ()  # step and metric of every evaluation, in order
+    weights: str | None = None  # fingerprint of the first weights
+    batch: str | None = None  # and of the first batch
 
 
 class Difference(NamedTuple):
-    """Mean difference of two arms over the seeds of both, half of its 95% interval and two-sided p value.
-
-    `holm` is the p value after Holm's correction, `would_show` the least difference that so many seeds with this spread
-    show. With one seed, or if a run diverged, they are infinite or NaN.
-    """
+    """Mean difference of two arms over the seeds of both; one seed, or a run that diverged, tells no interval."""
 
     arm: str
     against: str
     mean: float
     seeds: int
-    half: float = math.inf
-    p: float = math.nan
-    holm: float = math.nan
-    would_show: float = math.inf
+    half: float = math.inf  # of its 95% interval
+    p: float = math.nan  # two-sided
+    holm: float = math.nan  # p after Holm's correction
+    would_show: float = math.inf  # the least difference that so many seeds with this spread show
 
     @property
     def is_shown(self) -> bool:
         """Return whether there is a difference, whatever its sign."""
         return self.holm < LEVEL
-
-
-class _Spread(NamedTuple):
-    """Standard error of a difference of two arms' means, and the degrees of freedom behind it."""
-
-    error: float
-    free: int
 
 
 def differences(runs: Sequence[FinishedRun], baseline: str, pairs: Sequence[tuple[str, str]] = ()) -> list[Difference]:
@@ -88,48 +64,44 @@ def differences(runs: Sequence[FinishedRun], baseline: str, pairs: Sequence[tupl
     for one, other in asked:
         seeds = sorted(values.get(one, {}).keys() & values.get(other, {}).keys())
         if seeds:
-            mean = statistics.fmean(values[one][seed] - values[other][seed] for seed in seeds)
-            spread = _spread(values, one, other, seeds)
-            found.append(_difference(one, other, mean, len(seeds), spread, len(asked)))
+            gaps = [values[one][seed] - values[other][seed] for seed in seeds]
+            gap = Difference(one, other, statistics.fmean(gaps), len(seeds))
+            table = np.array([[own.get(seed, math.nan) for seed in seeds] for own in values.values()])
+            found.append(_tested(gap, np.array(gaps), table, len(asked)))
     corrected = holm([gap.p for gap in found])
     return [gap._replace(holm=p) for gap, p in zip(found, corrected, strict=True)]
 
 
-def _spread(values: dict[str, dict[int, float]], one: str, other: str, seeds: Sequence[int]) -> _Spread | None:
-    """Return how far a difference over these seeds may be off by chance; None if nothing tells it.
+def _tested(gap: Difference, gaps: np.ndarray, table: np.ndarray, tests: int) -> Difference:
+    """Return a difference with its interval and p value, where its seeds tell them.
 
-    Residuals are those of runs less the means of their arm and of their seed, over all arms that have these seeds. With
-    two arms that is the paired t test. A pair whose own spread is much larger than that of the others keeps its own.
+    Args:
+        gap: the difference.
+        gaps: of each of its seeds.
+        table: a row for each arm with the values of these seeds, NaN where there is none. Residuals are its values less
+            the means of their arm and of their seed; with two arms, that is the paired t test.
+        tests: number of differences.
     """
-    table = np.array([[own.get(seed, math.nan) for seed in seeds] for own in values.values()])
+    if gap.seeds < 2 or not np.isfinite(gaps).all():
+        return gap
     table = table[np.isfinite(table).all(axis=1)]
-    gaps = np.array([values[one][seed] - values[other][seed] for seed in seeds])
-    if len(seeds) < 2 or not np.isfinite(gaps).all():
-        return None
     residuals = table - table.mean(axis=1, keepdims=True) - table.mean(axis=0) + table.mean()
-    free, own_free = (len(table) - 1) * (len(seeds) - 1), len(seeds) - 1
+    free, own_free = (len(table) - 1) * (gap.seeds - 1), gap.seeds - 1
     variance, own_variance = float((residuals**2).sum()) / free, float(gaps.var(ddof=1)) / 2
     if own_variance > variance * stats.f.ppf(_UNEQUAL, own_free, free):
         variance, free = own_variance, own_free
-    return _Spread(_WIDER * math.sqrt(2 * variance / len(seeds)), free)
-
-
-def _difference(one: str, other: str, mean: float, seeds: int, spread: _Spread | None, tests: int) -> Difference:
-    if spread is None:
-        return Difference(one, other, mean, seeds)
-    error, free = spread
-    p = 2 * float(stats.t.sf(abs(mean) / error, free)) if error else float(mean == 0)
+    error = _WIDER * math.sqrt(2 * variance / gap.seeds)
+    p = 2 * float(stats.t.sf(abs(gap.mean) / error, free)) if error else float(gap.mean == 0)
     half, would_show = (float(stats.t.isf(level / 2, free)) * error for level in (LEVEL, LEVEL / tests))
-    return Difference(one, other, mean, seeds, half, p, would_show=would_show)
+    return gap._replace(half=half, p=p, would_show=would_show)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
     """Return p values corrected for their number (Holm, 1979); NaN stays NaN and counts as a test."""
     order = np.argsort(p_values)  # NaN last
-    corrected = np.empty(len(p_values))
     scaled = np.asarray(p_values)[order] * np.arange(len(p_values), 0, -1)
-    corrected[order] = np.minimum(np.maximum.accumulate(scaled), 1.0) if len(p_values) else scaled
-    return [float(p) for p in corrected]
+    corrected: list[float] = np.minimum(np.maximum.accumulate(scaled), 1.0)[np.argsort(order)].tolist()
+    return corrected
 
 
 def mean_curve(runs: Sequence[FinishedRun]) -> list[tuple[int, float]]:
@@ -152,17 +124,7 @@ def steps_to(goal: float, curve: Sequence[tuple[int, float]], *, sign: int = 1) 
 
 def by_arm(runs: Sequence[FinishedRun]) -> dict[str, list[FinishedRun]]:
     """Group runs by arm, in the order of their first runs."""
-    names = dict.fromkeys(run.arm for run in runs)
-    return {name: [run for run in runs if run.arm == name] for name in names}
-
-
-def ended_alike(runs: Sequence[FinishedRun]) -> list[str]:
-    """Return a line for each arm whose seeds gave one value: what looks certain there is not."""
-    found = []
-    for name, members in by_arm(runs).items():
-        values = {run.value for run in members if math.isfinite(run.value)}
-        if len(members) > 1 and len(values) == 1:
-            began = {(run.weights, run.batch) for run in members}
-            why = "the seeds changed nothing" if len(began) == 1 else "the metric is too coarse to tell them apart"
-            found.append(f"all runs of {name} ended alike, {why}")
+    found: dict[str, list[FinishedRun]] = {}
+    for run in runs:
+        found.setdefault(run.arm, []).append(run)
     return found

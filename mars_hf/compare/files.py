@@ -6,7 +6,8 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +41,9 @@ def locked(folder: Path, verb: str, *, wait: bool = False) -> Iterator[None]:
         yield
 
 
-def is_locked(folder: Path) -> bool:
-    """Return whether a process holds `locked` for a folder now."""
-    try:
-        with locked(folder, "is"):
-            return False
-    except ValueError:
-        return True
-
-
-def write_json(path: Path, content: dict[str, Any]) -> None:
-    """Write a JSON file; numbers that are not finite, which JSON does not have, become null."""
-    write_text(path, json.dumps(_finite(content), indent=2, allow_nan=False) + "\n")
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Write a JSON file of what `plain` makes of the content."""
+    write_text(path, json.dumps(plain(content), indent=2, allow_nan=False) + "\n")
 
 
 def write_text(path: Path, text: str) -> None:
@@ -61,9 +53,13 @@ def write_text(path: Path, text: str) -> None:
     partial.replace(path)
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
+def plain(value: Any) -> Any:
+    """Return a value as JSON has it: enums as their values, NaN and infinity as None, other objects as text."""
+    value = value.value if isinstance(value, Enum) else value
+    if isinstance(value, Mapping):
+        return {str(name): plain(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+        return [plain(each) for each in value]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    return value if isinstance(value, (str, int, type(None))) else str(value)  # int: bool too

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,17 +14,11 @@ _SHOWN = 5  # other metrics that the line names: TRL's trainers have a dozen
 
 @dataclass(frozen=True)
 class Metric:
-    """What is compared.
+    """What is compared."""
 
-    Args:
-        name: key of an evaluation, or "loss" for the mean training loss of the last tenth of the steps.
-        greater_is_better: False for losses.
-        best: True takes the best evaluation of a run (`load_best_model_at_end`), False the last.
-    """
-
-    name: str
+    name: str  # key of an evaluation, or "loss" for the mean training loss of the last tenth of the steps
     greater_is_better: bool = False
-    best: bool = False
+    best: bool = False  # whether the best evaluation of a run counts (`load_best_model_at_end`), or the last
 
     @property
     def sign(self) -> int:
@@ -39,17 +33,15 @@ class Metric:
     def curve(self, training: Mapping[str, Any]) -> list[tuple[int, float]]:
         """Return step and value of each evaluation; of training losses, means of twentieths."""
         if self.name != TRAINING_LOSS:
-            rows = [row for row in training["evaluations"] if self.name in row]
-            return [(row["step"], _number(row[self.name])) for row in rows]
-        losses = [_number(loss) for loss in training["losses"]]
+            return [(row["step"], _number(row[self.name])) for row in training["evaluations"] if self.name in row]
+        losses = list(map(_number, training["losses"]))
         size = max(1, len(losses) // 20)
-        starts = range(0, len(losses) - size + 1, size)
-        return [(start + size, statistics.fmean(losses[start : start + size])) for start in starts]
+        return [(end, statistics.fmean(losses[end - size : end])) for end in range(size, len(losses) + 1, size)]
 
     def value(self, training: Mapping[str, Any]) -> float | None:
         """Return the metric of a training; None where it has none."""
         if self.name == TRAINING_LOSS:
-            losses = [_number(loss) for loss in training["losses"]]
+            losses = list(map(_number, training["losses"]))
             return statistics.fmean(losses[-max(1, len(losses) // 10) :]) if losses else None
         values = [value for _, value in self.curve(training)]
         if not values:
@@ -67,40 +59,33 @@ def find_metric(training: Mapping[str, Any], asked: str | None, greater_is_bette
     best = bool(training["arguments"].get("load_best_model_at_end"))
     how = "the best of each run, because of load_best_model_at_end" if best else "the last of each run"
     if asked == TRAINING_LOSS:
-        metric, line = Metric(TRAINING_LOSS), "the mean training loss of the last tenth of the steps, as asked for"
-    elif asked is not None:
-        metric = Metric(_name_among(seen, asked), greater_is_better, best)
-        line = f"{metric.name}, {'greater' if greater_is_better else 'lower'} is better, {how}"
-    else:
-        metric, line = _of_script(training, seen, best, how)
-    if metric.value(training) is None:
-        raise ValueError(f"the first run has no {metric.shown_name}: choose another with --metric")
-    return metric, f"metric: {line}"
+        return Metric(TRAINING_LOSS), "metric: the mean training loss of the last tenth of the steps, as asked for"
+    if asked is None:
+        return _of_script(training["arguments"], seen, best, how)
+    name = asked if asked in seen else f"eval_{asked}"
+    if name not in seen:
+        raise ValueError(f"--metric {asked}: the script's evaluations have {', '.join(seen) or 'nothing'}")
+    better = "greater" if greater_is_better else "lower"
+    return Metric(name, greater_is_better, best), f"metric: {name}, {better} is better, {how}"
 
 
-def _name_among(seen: Sequence[str], asked: str) -> str:
-    """Return the metric's name in evaluations, where it has a prefix."""
-    for name in (asked, f"eval_{asked}"):
-        if name in seen:
-            return name
-    raise ValueError(f"--metric {asked}: the script's evaluations have {', '.join(seen) or 'nothing'}")
-
-
-def _of_script(training: Mapping[str, Any], seen: Sequence[str], best: bool, how: str) -> tuple[Metric, str]:
+def _of_script(args: Mapping[str, Any], seen: list[str], best: bool, how: str) -> tuple[Metric, str]:
     """Return the metric that the script chooses its best model by, or a held-out loss, or the training loss."""
-    chosen = training["arguments"].get("metric_for_best_model")
-    name = f"eval_{str(chosen).removeprefix('eval_')}"
-    if chosen and name in seen:
-        greater = bool(training["arguments"].get("greater_is_better"))
-        return Metric(name, greater, best), f"{name}, the script's metric_for_best_model, {how}"
+    chosen = f"eval_{str(args.get('metric_for_best_model')).removeprefix('eval_')}"
     losses = sorted((key for key in seen if key.endswith("_loss")), key=lambda key: key != "eval_loss")
+    if chosen in seen:
+        line = f"metric: {chosen}, the script's metric_for_best_model, {how}"
+        return Metric(chosen, bool(args.get("greater_is_better")), best), line
     if losses:
         others = ", ".join([key for key in seen if key != losses[0]][:_SHOWN])
-        return Metric(losses[0], False, best), f"{losses[0]}, {how}" + (f" (--metric: {others})" if others else "")
+        return Metric(losses[0], best=best), f"metric: {losses[0]}, {how}" + (
+            f" (--metric: {others})" if others else ""
+        )
     why, remedy = "the script evaluates nothing", "an eval_dataset, or --set eval_strategy=steps eval_steps=0.2"
     if seen:
         why, remedy = "its evaluations have no loss", f"--metric {' or '.join(seen)}"
-    return Metric(TRAINING_LOSS), f"THE TRAINING LOSS, because {why}: it tells nothing of held-out data; give {remedy}"
+    line = f"metric: THE TRAINING LOSS, because {why}: it tells nothing of held-out data; give {remedy}"
+    return Metric(TRAINING_LOSS), line
 
 
 def _number(value: float | None) -> float:

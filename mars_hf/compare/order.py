@@ -1,4 +1,7 @@
-"""What the process of one run is asked to do; the command writes it into the environment, the process reads it."""
+"""What the process of one run is asked to do, and how that is set in TrainingArguments, however a script makes them.
+
+The command writes the order into the environment, and the process reads it there.
+"""
 
 from __future__ import annotations
 
@@ -6,38 +9,37 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import Path
 from typing import Any
 
+from transformers.trainer_utils import IntervalStrategy
+from transformers.training_args import OptimizerNames, TrainingArguments
+
+from mars_hf.compare.files import plain
+
 VARIABLE = "MARS_HF_COMPARE"  # of the environment
+EVALUATIONS = 5  # in a training that has none
+_SILENT = ("output_dir", "push_to_hub", "save_strategy")  # of no interest on the page
+
+
+class Refused(ValueError):
+    """The comparison cannot be made on this script; the message is the line for the user."""
 
 
 @dataclass(frozen=True)
 class Order:
-    """One run.
+    """One run."""
 
-    Args:
-        script: path, or the name of a module.
-        is_module: whether it is a module.
-        arguments: of the script's command line.
-        launcher: what starts a module; (): this Python.
-        folder: for result.json; the script's own output folder is `output` in it.
-        shared: values of TrainingArguments that all arms have, the seed among them.
-        arm: those that make the arm: optimizer, learning rate, decay, betas.
-        with_mars: whether Trainer becomes MarsTrainer, as under `python -m mars_hf run`.
-        is_searched: whether the learning rate must reach the optimizer.
-        evaluates: False where nobody asks for an evaluation, because the training loss is compared.
-    """
-
-    script: str
+    script: str  # path, or the name of a module
     is_module: bool = False
-    arguments: Sequence[str] = ()
-    launcher: Sequence[str] = ()
-    folder: str = ""
-    shared: Mapping[str, Any] = field(default_factory=dict)
-    arm: Mapping[str, Any] = field(default_factory=dict)
-    with_mars: bool = False
-    is_searched: bool = True
-    evaluates: bool = True
+    arguments: Sequence[str] = ()  # of the script's command line
+    launcher: Sequence[str] = ()  # what starts a module; (): this Python
+    folder: str = ""  # for result.json; the script's own output folder is `output` in it
+    shared: Mapping[str, Any] = field(default_factory=dict)  # TrainingArguments of all arms, the seed among them
+    arm: Mapping[str, Any] = field(default_factory=dict)  # those that make the arm: optimizer, rate, decay, betas
+    with_mars: bool = False  # whether Trainer becomes MarsTrainer, as under `python -m mars_hf run`
+    evaluates: bool = True  # False where the training loss is compared, and nobody asks for an evaluation
 
     @property
     def command(self) -> list[str]:
@@ -45,15 +47,55 @@ class Order:
         return [*(["-m"] if self.is_module else []), self.script, *self.arguments]
 
     def text(self) -> str:
-        """Return the order as a line of JSON."""
+        """Return the order as a line of JSON: the arguments of another Order."""
         return json.dumps(dataclasses.asdict(self))
-
-    @classmethod
-    def read(cls, text: str) -> Order:
-        """Return what `text` wrote."""
-        return cls(**json.loads(text))
 
     def what_trains(self) -> dict[str, Any]:
         """Return all that decides a run's numbers: a finished run with another is not this run."""
         whole = json.loads(self.text())
-        return {name: value for name, value in whole.items() if name not in ("folder", "is_searched", "evaluates")}
+        return {name: value for name, value in whole.items() if name not in ("folder", "evaluates")}
+
+    # --- in the process of the run ------------------------------------------------------------------------------------
+
+    def apply(self, args: TrainingArguments) -> None:
+        """Change TrainingArguments that are being made, before they check themselves."""
+        for name, value in self._changes(args).items():
+            setattr(args, name, value)
+
+    def apply_again(self, args: TrainingArguments) -> list[str]:
+        """Change what a script has set after it made its TrainingArguments, and return a line about each."""
+        notes = []
+        for name, value in self._changes(args).items():
+            there = getattr(args, name)
+            if str(plain(there)) == str(value) or name in ("report_to", "disable_tqdm"):
+                continue
+            if name not in _SILENT:
+                said = f"the script set {name}={plain(there)!r} in its TrainingArguments afterwards"
+                notes.append(f"{said}; it was set to {value!r}")
+            if name == "optim":
+                value = OptimizerNames(value)
+            elif isinstance(there, Enum):
+                value = type(there)(value)
+            setattr(args, name, value)
+        return notes
+
+    def _changes(self, args: TrainingArguments) -> dict[str, Any]:
+        # Checkpoints of many runs fill a disk.
+        saving = {"save_total_limit": 1} if args.load_best_model_at_end else {"save_strategy": "no"}
+        own = {"output_dir": str(Path(self.folder) / "output"), "report_to": "none", "push_to_hub": False}
+        found = {**own, "disable_tqdm": True, **saving, **self.shared, **self.arm}
+        for name in found:
+            if not hasattr(args, name):
+                raise Refused(f"--set {name}: {type(args).__name__}, the script's TrainingArguments, has no such field")
+        return found
+
+    def evaluate_in_training(self, args: TrainingArguments) -> str:
+        """Let a Trainer with an eval_dataset evaluate where the script does not; return a line if that is a change."""
+        if args.eval_strategy != IntervalStrategy.NO or not self.evaluates or "eval_strategy" in self.shared:
+            return ""
+        if getattr(args, "predict_with_generate", False):
+            return "the script generates in evaluations, so the comparison evaluates once, at the end"
+        args.eval_strategy, args.eval_steps, args.do_eval = IntervalStrategy.STEPS, 1 / EVALUATIONS, True
+        return (
+            f"the script does not evaluate in training; the comparison does, {EVALUATIONS} times, on its eval_dataset"
+        )

@@ -7,11 +7,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from transformers.training_args import OptimizerNames, TrainingArguments
 
-from mars_hf.compare.search import rounded
 from mars_hf.groups import plain_yaml
 from mars_hf.groups.settings import SETTINGS, parse_optim_args, text_of_optim_args
 from mars_hf.groups.suggest import suggest
@@ -24,22 +23,13 @@ SEARCH_SEEDS = (42, 43, 44)
 
 @dataclass(frozen=True)
 class Arm:
-    """One contender.
-
-    Args:
-        name: of its rows.
-        set: values of TrainingArguments, `optim` among them.
-        optim_args: settings of its optimizer; for a rule of MARS over those suggested.
-        arguments: of the script's own command line, by flag without dashes; "{rate}", "{twice}" and "{eighth}" stand
-            for the learning rate, twice and an eighth of it.
-        first: rates to search from; (): from the script's, or from what `suggest` makes of the baseline's best.
-    """
+    """One contender."""
 
     name: str
-    set: Mapping[str, Any] = field(default_factory=dict)
-    optim_args: Mapping[str, Any] = field(default_factory=dict)
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    first: Sequence[float] = ()
+    set: Mapping[str, Any] = field(default_factory=dict)  # values of TrainingArguments, `optim` among them
+    optim_args: Mapping[str, Any] = field(default_factory=dict)  # of its optimizer; for MARS, over those suggested
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of the script's command line, by flag without dashes
+    first: Sequence[float] = ()  # rates to search from; (): from the script's, or from the baseline's best
 
     @property
     def rule(self) -> str | None:
@@ -52,42 +42,39 @@ class Arm:
         name, _, settings = text.partition(":")
         if name == SCRIPT and not settings:
             return cls(text)
-        if name not in _optimizers():
-            raise ValueError(f"--optim {name!r}: accepted are {SCRIPT}, {', '.join(_optimizers())}")
+        known = [each.name for each in fields(TrainingArguments)]
+        values: dict[str, Any] = {"optim": name}
+        first, of_optimizer = [], []
         try:
-            return cls(text, *_settings_of_text(name, settings))
+            for pair in filter(None, settings.split(",")):
+                key, value = setting(pair)
+                if key == "learning_rate":
+                    first.append(float(value))
+                elif key in known and not (name in OPTIM_NAMES and key in SETTINGS):
+                    values[key] = value
+                else:
+                    of_optimizer.append(pair)
+            if name in OPTIM_NAMES:
+                return cls(text, values, parse_optim_args(",".join(of_optimizer)), first=first)
+            return cls(text, values, dict(pair.split("=", 1) for pair in of_optimizer), first=first)
         except ValueError as error:
             raise ValueError(f"--optim {text}: {error}") from error
 
 
 @dataclass
 class Plan:
-    """A comparison: the first arm is the baseline.
-
-    Args:
-        arms: the contenders.
-        rates: names of what is searched; the first is learning_rate, others are flags of the script.
-        seeds: of the comparison.
-        search_seeds: of the search, others: the first brackets the best rate, all choose among the best three; (): the
-            first rates are taken.
-        grid: powers of two of the first rates, which all arms run with all search seeds in place of the search.
-        set: values of TrainingArguments in all runs.
-        arguments: of the script in all runs.
-        further: of the script, in the runs with the seeds of the comparison.
-        pairs: further pairs of arms to compare.
-        about: a line for the page.
-    """
+    """A comparison: the first arm is the baseline."""
 
     arms: list[Arm]
-    rates: Sequence[str] = ("learning_rate",)
-    seeds: Sequence[int] = (1, 2, 3)
-    search_seeds: Sequence[int] = SEARCH_SEEDS
-    grid: Sequence[int] = ()
-    set: Mapping[str, Any] = field(default_factory=dict)
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    further: Mapping[str, Any] = field(default_factory=dict)
-    pairs: Sequence[tuple[str, str]] = ()
-    about: str = ""
+    rates: Sequence[str] = ("learning_rate",)  # what is searched; others than the first are flags of the script
+    seeds: Sequence[int] = (1, 2, 3)  # of the comparison
+    search_seeds: Sequence[int] = SEARCH_SEEDS  # others; (): the first rates are taken
+    grid: Sequence[int] = ()  # powers of two of the first rates, which all arms run in place of the search
+    set: Mapping[str, Any] = field(default_factory=dict)  # values of TrainingArguments in all runs
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # of the script in all runs
+    further: Mapping[str, Any] = field(default_factory=dict)  # of the script, in the runs with the comparison's seeds
+    pairs: Sequence[tuple[str, str]] = ()  # of arms to compare besides each with the baseline
+    about: str = ""  # a line for the page
 
     @property
     def baseline(self) -> Arm:
@@ -127,23 +114,16 @@ class Plan:
                 raise ValueError(f"--set {name}: the comparison sets it itself; see --seeds and --output_dir")
 
     def _check_arm(self, arm: Arm) -> None:
-        optim = arm.set.get("optim")
-        if optim is not None and optim not in _optimizers():
-            raise ValueError(f"arm {arm.name}: optim {optim!r}; accepted are {', '.join(_optimizers())}")
+        register()
+        optim, accepted = arm.set.get("optim"), [member.value for member in OptimizerNames]
+        if optim is not None and optim not in accepted:
+            raise ValueError(f"arm {arm.name}: optim {optim!r}; accepted are {', '.join(accepted)}, and {SCRIPT} alone")
         if len(self.rates) > 1 and len(arm.first) != len(self.rates):
             raise ValueError(f"arm {arm.name}: give `first`, a rate for each of {', '.join(self.rates)}")
 
 
-@dataclass(frozen=True)
-class Script:
-    """What the first run has shown of the script.
-
-    Args:
-        learning_rate: its own.
-        betas: of its AdamW.
-        weight_decay: its own.
-        width: of its model's hidden states, if known.
-    """
+class Script(NamedTuple):
+    """What the first run has shown of the script: its own rate, betas and decay, the width of its model if known."""
 
     learning_rate: float
     betas: tuple[float, float] = (0.9, 0.999)
@@ -171,11 +151,11 @@ def arguments_of_arm(arm: Arm, plan: Plan, factor: float, script: Script | None,
     changed = dict(arm.set)
     if "optim" in changed:  # a script's own optim_args are those of its own optimizer
         changed.setdefault("optim_args", text_of_optim_args(arm.optim_args) or None)
-    if arm.rule is not None and best is not None and script is not None:
+    if arm.rule is not None and script is not None and best is not None:
         return changed | _suggested(arm, plan, factor, script, best)
     if arm.first:
         return changed | {"learning_rate": rounded(arm.first[0] * factor)}
-    if script is not None and best is not None and "optim" in arm.set:
+    if best is not None and "optim" in arm.set:
         return changed | {"learning_rate": rounded(best * factor)}
     if script is not None and factor != 1:
         return changed | {"learning_rate": rounded(script.learning_rate * factor)}
@@ -191,7 +171,7 @@ def _suggested(arm: Arm, plan: Plan, factor: float, script: Script, best: float)
     elif plan.baseline.rule is not None:  # its best rate is not AdamW's
         of_baseline = suggest(plan.baseline.rule, best, script.betas, script.weight_decay, width=script.width)
         factor *= best / of_baseline["lr"]
-    beta1, beta2 = (float(f"{beta:.6g}") for beta in found["betas"])
+    beta1, beta2 = map(rounded, found["betas"])
     settings = {"beta1": beta1, "beta2": beta2, "beta1_1d": script.betas[0], "beta2_1d": script.betas[1]}
     settings |= {"lr_1d": rounded(found["lr_1d"] * factor), **arm.optim_args}
     # TrainingArguments that contradict optim_args would be refused.
@@ -205,35 +185,9 @@ def _suggested(arm: Arm, plan: Plan, factor: float, script: Script, best: float)
 
 
 def words(settings: Mapping[str, Any]) -> list[str]:
-    """Return settings as words of a command line."""
-    return [word for name, value in settings.items() for word in (f"--{name}", _text(value))]
-
-
-def _text(value: Any) -> str:
-    """Return a value as a flag takes it: numbers with all their digits, sections as JSON."""
-    if isinstance(value, float):
-        return f"{value:g}" if float(f"{value:g}") == value else repr(value)
-    return json.dumps(value) if isinstance(value, (bool, dict)) else str(value)
-
-
-def _settings_of_text(optim: str, text: str) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any], list[float]]:
-    """Return an arm's fields from `name=value,...`: values of TrainingArguments, settings of the optimizer, `first`."""
-    known = [each.name for each in fields(TrainingArguments)]
-    of_arguments: dict[str, Any] = {"optim": optim}
-    of_optimizer, first = [], []
-    for pair in filter(None, text.split(",")):
-        name, value = setting(pair)
-        if name == "learning_rate":
-            first.append(float(value))
-        elif name in known and not (optim in OPTIM_NAMES and name in SETTINGS):
-            of_arguments[name] = value
-        else:
-            of_optimizer.append(pair)
-    if optim in OPTIM_NAMES:
-        return of_arguments, parse_optim_args(",".join(of_optimizer)), {}, first
-    if of_optimizer:
-        of_arguments["optim_args"] = ",".join(of_optimizer)
-    return of_arguments, {}, {}, first
+    """Return settings as words of a command line; sections as JSON."""
+    texts = {name: value if isinstance(value, str) else json.dumps(value) for name, value in settings.items()}
+    return [word for name, text in texts.items() for word in (f"--{name}", text)]
 
 
 def setting(text: str) -> tuple[str, Any]:
@@ -247,10 +201,9 @@ def setting(text: str) -> tuple[str, Any]:
         return name, value
 
 
-def _optimizers() -> list[str]:
-    """Return what `optim` accepts, MARS's names included."""
-    register()
-    return [member.value for member in OptimizerNames]
+def rounded(number: float) -> float:
+    """Return a number with the digits that a command line shows."""
+    return float(f"{number:.6g}")
 
 
 def _refuse_unknown(kind: Any, given: Mapping[str, Any], where: str) -> None:

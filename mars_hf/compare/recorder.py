@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers.trainer import Trainer
 from transformers.trainer_callback import TrainerCallback
 
-from mars_hf.compare.arguments import Refused, plain
-from mars_hf.compare.order import Order
+from mars_hf.compare.files import plain
+from mars_hf.compare.order import Order, Refused
 from mars_hf.distributed.tensors import local
 from mars_hf.optimizer import Mars
 from mars_hf.training.guard import unwrap_optimizer
@@ -35,23 +35,26 @@ class NonFiniteLosses(NonFiniteCallback):
 
 
 class Recorder(TrainerCallback):
-    """Record the training of one Trainer.
+    """Record the training of one Trainer, as one of its callbacks.
 
     Args:
-        trainer: it is a callback of.
+        trainer: gets one that stops at non-finite losses, too, if it has none.
         order: of the run.
-        row: of result.json, to fill; it is empty until a training begins.
+        row: of result.json, to fill; it is empty until the training begins.
         write: write result.json, now or when it is due.
     """
 
     def __init__(self, trainer: Trainer, order: Order, row: Row, write: Callable[[bool], None]) -> None:
         """Record nothing yet."""
         self.trainer, self.order, self.row, self.write = trainer, order, row, write
-        self._trains = False  # another Trainer of the script may
         self._step_loss: Tensor | None = None
         self._losses: list[Tensor] = []
         self._done = 0  # steps
         self._first_step_end = self._evaluating = 0.0
+        self._stop = NonFiniteLosses()
+        if not any(isinstance(callback, NonFiniteCallback) for callback in trainer.callback_handler.callbacks):
+            trainer.add_callback(self._stop)
+        trainer.add_callback(self)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
         """Begin, if the optimizer is the one asked for; a training begins anew with auto_find_batch_size."""
@@ -65,7 +68,7 @@ class Recorder(TrainerCallback):
             "parameters": sum(param.numel() for param in model.parameters()),
             "trainable": sum(param.numel() for param in trainable),
             "width": _width(model, trainable),
-            "arguments": {name: plain(value) for name, value in args.to_dict().items()},
+            "arguments": plain(args.to_dict()),
             "weights": _fingerprint([local(param.detach()).float().sum() for param in trainable]),
             "batch": None,
             "steps": 0,
@@ -76,7 +79,7 @@ class Recorder(TrainerCallback):
             "memory": None,
             "ended": False,
         }
-        self._trains, self._losses, self._step_loss, self._done = True, [], None, 0
+        self._losses, self._step_loss, self._done = [], None, 0
         self.write(True)
 
     def _check_optimizer(self, optimizer: Any, args: Any) -> None:
@@ -84,7 +87,7 @@ class Recorder(TrainerCallback):
         asked = self.order.arm.get("optim")
         if asked is None:
             return
-        if self.order.with_mars or asked.startswith("mars_"):
+        if self.order.with_mars:
             is_it = isinstance(optimizer, Mars)
         elif self.trainer.is_deepspeed_enabled or self.trainer.is_fsdp_enabled:
             return  # their wrappers
@@ -101,8 +104,7 @@ class Recorder(TrainerCallback):
         """Raise Refused if the learning rate has not reached the optimizer: a search of it would be of nothing."""
         groups = getattr(optimizer, "param_groups", [])
         rates = {float(group[name]) for group in groups for name in ("initial_lr", "lr") if group.get(name) is not None}
-        reached = any(math.isclose(rate, float(args.learning_rate), rel_tol=1e-6) for rate in rates)
-        if self.order.is_searched and rates and not reached:
+        if rates and not any(math.isclose(rate, float(args.learning_rate), rel_tol=1e-6) for rate in rates):
             raise Refused(
                 f"learning_rate={args.learning_rate:g} of the TrainingArguments does not reach "
                 f"{type(optimizer).__name__}, whose rates are {', '.join(f'{rate:g}' for rate in sorted(rates))}: "
@@ -111,11 +113,12 @@ class Recorder(TrainerCallback):
 
     def see_batch(self, inputs: Any) -> None:
         """Remember the first batch: arms of one seed must begin with the same."""
-        if self._trains and self.row["batch"] is None:
+        if self.row["batch"] is None:
             self.row["batch"] = _fingerprint(list(_sums(inputs)))
 
     def add_loss(self, loss: Any) -> None:
         """Add a micro-batch's loss to its step's, which is their sum."""
+        self._stop.watch("loss", loss)
         if isinstance(loss, Tensor):
             loss = loss.detach()
             self._step_loss = loss if self._step_loss is None else self._step_loss + loss
@@ -137,7 +140,7 @@ class Recorder(TrainerCallback):
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
         """Add an evaluation; the script may evaluate after training, too."""
-        if not self._trains or not metrics:
+        if not metrics:
             return
         self._evaluating += sum(value for name, value in metrics.items() if name.endswith("_runtime"))
         new = {name: float(value) for name, value in metrics.items() if _is_metric(name, value)}

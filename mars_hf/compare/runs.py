@@ -15,44 +15,35 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote
 
 from mars_hf.compare import files
 from mars_hf.compare.differences import FinishedRun
 from mars_hf.compare.metric import Metric
 from mars_hf.compare.order import VARIABLE, Order
-from mars_hf.compare.plan import Arm
 
 _ENDED = ("complete", "diverged")
 _GRACE = 10.0  # seconds between SIGTERM and SIGKILL
-_read: dict[tuple[Path, int], dict[str, Any]] = {}  # results of runs that ended, which are long, by time of writing
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run: an arm at a rate, with a seed.
+    """One run."""
 
-    Args:
-        arm: the arm.
-        rate: its learning rate; NaN in the first run, which tells it.
-        seed: of weights and data.
-        order: for the process.
-    """
+    arm: str  # its name
+    seed: int  # of weights and data
+    order: Order  # for its process
 
-    arm: Arm
-    rate: float
-    seed: int
-    order: Order
+    @property
+    def name(self) -> str:
+        """Return arm, rate and seed in words."""
+        rate = self.order.arm.get("learning_rate")
+        shown = "the script's own rate" if rate is None else f"rate {rate:.3g}"
+        return f"{self.arm}, {shown}, seed {self.seed}"
 
     @property
     def folder(self) -> Path:
-        """Return the folder of result.json and of the log."""
+        """Return the folder of result.json and of log.txt, which has what the run prints."""
         return Path(self.order.folder)
-
-    @property
-    def log(self) -> Path:
-        """Return the file of what the run prints."""
-        return self.folder / "log.txt"
 
     @property
     def command(self) -> list[str]:
@@ -70,50 +61,22 @@ class Run:
         settings = [f"{name}={shlex.quote(value)}" for name, value in self.environment.items()]
         return f"mkdir -p {shlex.quote(str(self.folder))} && {' '.join(settings)} {shlex.join(self.command)}"
 
-    @property
-    def result(self) -> dict[str, Any]:
-        """Return its result.json; {} if it has none.
-
-        Raises:
-            ValueError: the folder holds a finished run with other settings.
-        """
-        path = self.folder / "result.json"
-        if not path.is_file():
-            return {}
-        key = path, path.stat().st_mtime_ns
-        if key not in _read:
-            content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-            if content["state"] not in _ENDED:
-                return content
-            _read[key] = content
-        self._refuse_others(_read[key]["order"])
-        return _read[key]
-
-    def _refuse_others(self, then: Mapping[str, Any]) -> None:
-        now = self.order.what_trains()
-        for name in now:
-            if then.get(name) != now[name]:
-                change = f"{_short(then.get(name))}, now {_short(now[name])}"
-                raise ValueError(
-                    f"{self.folder} holds a run with other {name} ({change}): give another --output_dir, or the same "
-                    "arguments as before"
-                )
-
-    @property
-    def is_finished(self) -> bool:
-        """Return whether it need not be repeated."""
-        return self.result.get("state") in _ENDED
+    # --- its process --------------------------------------------------------------------------------------------------
 
     def start(self, more: Mapping[str, str]) -> subprocess.Popen[bytes]:
         """Start its process; one that was half done begins again."""
         self.folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(self.folder / "output", ignore_errors=True)
         (self.folder / "result.json").unlink(missing_ok=True)
-        return spawn(self.command, self.log, {**os.environ, **more, **self.environment})
+        return spawn(self.command, self.folder / "log.txt", {**os.environ, **more, **self.environment})
 
     def is_orphaned(self) -> bool:
         """Return whether a process of a killed comparison trains this run: it ends by itself, and counts."""
-        return files.is_locked(self.folder / "process")
+        try:
+            with files.locked(self.folder / "process", "trains"):
+                return False
+        except ValueError:
+            return True
 
     def end(self, code: int) -> None:
         """Look at what an ended process has left.
@@ -124,30 +87,69 @@ class Run:
         if self.is_finished:
             shutil.rmtree(self.folder / "output", ignore_errors=True)
             return
-        text = self.log.read_text(encoding="utf-8", errors="replace") if self.log.is_file() else ""
-        last = [f": {line.strip()}" for line in text.splitlines() if line.strip()][-1:]
+        log = self.folder / "log.txt"
+        lines = log.read_text(encoding="utf-8", errors="replace").split("\n")
+        last = [f": {line.strip()}" for line in lines if line.strip()][-1:]
         message = self.result.get("message") or f"it ended with code {code}{''.join(last)}"
-        raise ValueError(f"{self.arm.name}, seed {self.seed}: {message} (its log: {self.log})")
+        raise ValueError(f"{self.arm}, seed {self.seed}: {message} (its log: {log})")
 
-    def finished(self, metric: Metric) -> FinishedRun:
-        """Return the result of a finished run."""
-        training = self.result["training"]
-        has_diverged = self.result["state"] == "diverged"
-        value = None if has_diverged else metric.value(training)
-        if value is None and not has_diverged:
-            raise ValueError(f"{self.folder}: no {metric.name} in its evaluations; choose another with --metric")
-        rate = self.rate if math.isfinite(self.rate) else training["arguments"]["learning_rate"]
-        began = {"weights": training.get("weights"), "batch": training.get("batch")}
-        if value is None or not math.isfinite(value):
-            return FinishedRun(self.arm.name, rate, self.seed, math.nan, **began)
-        seconds, memory = (training[name] or math.nan for name in ("seconds_per_step", "memory"))
-        curve = tuple(metric.curve(training))
-        return FinishedRun(self.arm.name, rate, self.seed, value, seconds, memory, curve, **began)
+    # --- its result ---------------------------------------------------------------------------------------------------
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """Return its result.json; {} if it has none.
+
+        Raises:
+            ValueError: the folder holds a finished run with other settings.
+        """
+        path = self.folder / "result.json"
+        if not path.is_file():
+            return {}
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        then, now = _flat(content["order"]), _flat(self.order.what_trains())
+        changed = [name for name in {**now, **then} if then.get(name) != now.get(name)]
+        if changed and content["state"] in _ENDED:
+            name = changed[0]
+            raise ValueError(
+                f"{self.folder} holds a run with other settings ({name}: {json.dumps(then.get(name)):.90}, now "
+                f"{json.dumps(now.get(name)):.90}): give another --output_dir, or the same arguments as before"
+            )
+        return content
+
+    @property
+    def is_finished(self) -> bool:
+        """Return whether it need not be repeated."""
+        return self.result.get("state") in _ENDED
+
+    def finished(self, metric: Metric) -> FinishedRun | None:
+        """Return the result of a finished run; None before its end.
+
+        Raises:
+            ValueError: it has no such metric.
+        """
+        result = self.result
+        if result.get("state") not in _ENDED:
+            return None
+        training = result["training"]
+        value = math.nan if result["state"] == "diverged" else metric.value(training)
+        if value is None:
+            raise ValueError(f"{self.folder}: no {metric.shown_name} in its evaluations; choose another with --metric")
+        return FinishedRun(
+            self.arm,
+            training["arguments"]["learning_rate"],
+            self.seed,
+            value,
+            training["seconds_per_step"] or math.nan,
+            training["memory"] or math.nan,
+            [] if math.isnan(value) else metric.curve(training),
+            training["weights"],
+            training["batch"],
+        )
 
 
-def folder_name(arm: str) -> str:
-    """Return the name of the folder for an arm's runs; no two arms share one."""
-    return quote(arm, safe="=,")
+def _flat(order: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an order's settings without their sections; their names tell a reader what has changed."""
+    return {**order, **order["shared"], **order["arm"], "shared": None, "arm": None}
 
 
 def spawn(command: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
@@ -166,8 +168,3 @@ def stop(processes: list[subprocess.Popen[bytes]]) -> None:
         for process in processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_GRACE)
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 90 else f"{text[:87]}..."

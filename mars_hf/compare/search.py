@@ -58,11 +58,6 @@ def edge(results: Results, middle: Place, grid: Sequence[int] = ()) -> str:
     return ""
 
 
-def rounded(rate: float) -> float:
-    """Return a rate with the digits that a command line shows."""
-    return float(f"{rate:.6g}")
-
-
 def _around_best(values: Mapping[Place, float], count: int) -> list[Place]:
     """Return the unknown neighbours of the best place; the place below all others if all diverged."""
     if not values:

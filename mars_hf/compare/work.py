@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from tqdm.auto import tqdm
 
-from mars_hf.compare import runs
+from mars_hf.compare import page, runs
 from mars_hf.compare.comparison import Comparison
+from mars_hf.compare.plan import Plan
 from mars_hf.compare.runs import Run
 from mars_hf.compare.search import FINALISTS
 
@@ -25,18 +24,18 @@ _REPORT_EVERY = 20.0  # a picture takes longer than a short run
 
 
 @dataclass
-class Slots:
-    """How runs share the machine.
+class Work:
+    """Runs in flight."""
 
-    Args:
-        jobs: runs at a time.
-        gpus: CUDA_VISIBLE_DEVICES of each in turn.
-        max_runs: runs to start at most; None: all.
-    """
-
-    jobs: int = 1
-    gpus: Sequence[str] = ()
-    max_runs: int | None = None
+    comparison: Comparison
+    jobs: int = 1  # runs at a time
+    gpus: Sequence[str] = ()  # CUDA_VISIBLE_DEVICES of each in turn
+    max_runs: int | None = None  # to start at most
+    _in_flight: dict[int, tuple[Run, subprocess.Popen[bytes]]] = field(default_factory=dict, init=False)  # by slot
+    _started: int = field(default=0, init=False)
+    _reported: float = field(default=-math.inf, init=False)
+    _bar: Any = field(default=None, init=False)  # of progress
+    _failure: ValueError | None = field(default=None, init=False)  # the first
 
     @property
     def share_a_device(self) -> bool:
@@ -56,22 +55,10 @@ class Slots:
                 more["MASTER_PORT"] = str(free.getsockname()[1])
         return more
 
-
-class Work:
-    """Runs in flight.
-
-    Args:
-        comparison: what to run.
-        slots: how many at a time.
-        report: write the page; called after runs, and not more often than is of use.
-    """
-
-    def __init__(self, comparison: Comparison, slots: Slots, report: Callable[[], Any]) -> None:
-        """Start nothing yet."""
-        self.comparison, self.slots, self.report = comparison, slots, report
-        self._in_flight: dict[int, tuple[Run, subprocess.Popen[bytes]]] = {}  # by slot
-        self._started = 0
-        self._reported = -math.inf
+    def report(self) -> str:
+        """Write the page and return it."""
+        self._reported = time.monotonic()
+        return page.write(self.comparison, has_speeds=not self.share_a_device)
 
     def until_done(self) -> None:
         """Run what is missing, and write the page meanwhile.
@@ -79,132 +66,98 @@ class Work:
         Raises:
             ValueError: a run failed; those in flight have ended.
         """
-        errors: list[ValueError] = []
-        done = self.comparison.count_finished()
-        with ending_by_signals(), tqdm(unit="run", initial=done, dynamic_ncols=True) as progress:
-            self._say_total(progress)
+        done, (least, _) = self.comparison.count_finished(), count_runs(self.comparison.plan)
+        with tqdm(unit="run", initial=done, total=max(done, least), dynamic_ncols=True) as bar:
+            self._bar = bar
             if done and next(self.comparison.missing(), None) is not None:
-                progress.write(self._estimate(self.comparison.first_run()))
+                bar.write(self._estimate())
             try:
                 while True:
-                    waited = not errors and self._start_runs(progress)
-                    if not self._in_flight and not waited:
+                    if self._failure is None:
+                        self._start_runs()
+                    if not self._in_flight:
                         break
                     time.sleep(_POLL)
-                    for run, code in self._ended():
-                        try:
-                            self._take(run, code, progress)
-                        except ValueError as error:
-                            errors.append(error)
+                    for slot, (run, process) in list(self._in_flight.items()):
+                        if process.poll() is not None:
+                            del self._in_flight[slot]
+                            self._take(run, process.returncode)
             except BaseException:
                 runs.stop([process for _, process in self._in_flight.values()])
                 raise
-        if errors:
+        if self._failure is not None:
             if self.comparison.metric is not None:
                 self.report()
-            raise errors[0]
+            raise self._failure
 
-    def _start_runs(self, progress: Any) -> bool:
-        """Start runs in free slots; return whether one was waited for, which a killed comparison had left training."""
-        for slot in set(range(self.slots.jobs)) - self._in_flight.keys():
-            busy = {run.folder for run, _ in self._in_flight.values()}
-            run = next((run for run in self.comparison.missing() if run.folder not in busy), None)
-            if run is None:
-                return False
-            if run.is_orphaned():
-                progress.write(f"{run.folder} still trains: waiting for it")
-                while run.is_orphaned():
-                    time.sleep(_POLL)
-                self.comparison.refresh()
-                return True
-            if self.slots.max_runs is not None and self._started >= self.slots.max_runs:
-                return False
+    def _start_runs(self) -> None:
+        """Start runs in free slots."""
+        for slot in set(range(self.jobs)) - self._in_flight.keys():
+            run = self._next_run()
+            if run is None or (self.max_runs is not None and self._started >= self.max_runs):
+                return
             self._started += 1
-            progress.set_description(f"{run.arm.name}, {_rate(run)}, seed {run.seed}")
-            self._in_flight[slot] = run, run.start(self.slots.environment(slot))
-        return False
+            self._bar.set_description(run.name)
+            self._in_flight[slot] = run, run.start(self.environment(slot))
 
-    def _ended(self) -> Iterator[tuple[Run, int]]:
-        for slot, (run, process) in list(self._in_flight.items()):
-            code = process.poll()
-            if code is not None:
-                del self._in_flight[slot]
-                yield run, code
+    def _next_run(self) -> Run | None:
+        """Return what to start next; one that a killed comparison has left training is waited for, and counts."""
+        busy = {run.folder for run, _ in self._in_flight.values()}
+        while run := next((run for run in self.comparison.missing() if run.folder not in busy), None):
+            if not run.is_orphaned():
+                return run
+            self._bar.write(f"{run.folder} still trains: waiting for it")
+            while run.is_orphaned():
+                time.sleep(_POLL)
+            self.comparison.refresh()
+        return None
 
-    def _take(self, run: Run, code: int, progress: Any) -> None:
-        """Look at an ended run, and tell its line."""
-        run.end(code)
+    def _take(self, run: Run, code: int) -> None:
+        """Look at an ended run, and tell its line: arm, rate, seed, metric, time."""
         is_first = self.comparison.metric is None
-        self.comparison.refresh()
-        progress.update()
-        progress.write(_line(self.comparison, run))
-        if self.comparison.metric is None:
+        try:
+            run.end(code)
+            self.comparison.refresh()
+        except ValueError as error:
+            self._failure = self._failure or error
+            return
+        metric = self.comparison.metric
+        text = "diverged; trying half of its rate"
+        if metric is not None:
+            done = run.finished(metric)
+            assert done is not None
+            text = "diverged" if math.isnan(done.value) else f"{metric.shown_name} {done.value:.4f}"
+        self._bar.total = max(self._bar.total, self._bar.n + 1)
+        self._bar.update()
+        self._bar.write(f"{run.name}: {text} ({run.result['seconds']:.0f} s)")
+        if metric is None:
             return
         if is_first:
-            progress.write("\n".join([*self.comparison.about, self._estimate(run)]))
-        self._say_total(progress)
+            self._bar.write("\n".join([*self.comparison.about, self._estimate()]))
         if time.monotonic() - self._reported > _REPORT_EVERY:
             self.report()
-            self._reported = time.monotonic()
 
-    # --- how long -----------------------------------------------------------------------------------------------------
-
-    def _say_total(self, progress: Any) -> None:
-        progress.total = max(count_runs(self.comparison)[0], progress.n)
-        progress.refresh()
-
-    def _estimate(self, first: Run) -> str:
+    def _estimate(self) -> str:
         """Return runs and time of the comparison, from its first run."""
-        seconds = first.result["seconds"]
-        least, most = count_runs(self.comparison)
-        shortest, longest = (_time(seconds * count / self.slots.jobs) for count in (least, most))
-        count = str(least) if least == most else f"{least} to {most}"
-        hours = shortest if least == most else f"{shortest} to {longest}"
+        seconds = self.comparison.first.result["seconds"]
+        counts = sorted(set(count_runs(self.comparison.plan)))
+        times = [_time(seconds * count / self.jobs) for count in counts]
         return (
-            f"{count} runs of {seconds:.0f} s like the first: about {hours}. Ctrl-C stops, the same "
-            "command goes on; --max_runs, fewer arms or --search_seeds 42 shorten it"
+            f"{' to '.join(map(str, counts))} runs of {seconds:.0f} s like the first: about {' to '.join(times)}. "
+            "Ctrl-C stops, the same command goes on; --max_runs, fewer arms or --search_seeds 42 shorten it"
         )
 
 
-def count_runs(comparison: Comparison) -> tuple[int, int]:
+def count_runs(plan: Plan) -> tuple[int, int]:
     """Return how many runs there will be, from so many to so many: a search may go on by some rates."""
-    plan, rates = comparison.plan, len(comparison.plan.rates)
-    final = len(plan.seeds)
-    if not comparison.searches:
-        return final * len(plan.arms), final * len(plan.arms)
+    least = most = 0
     if plan.grid:
-        each = len(plan.grid) * len(plan.search_seeds) + final
-        return each * len(plan.arms), each * len(plan.arms)
-    others = len(plan.search_seeds) - 1
-    least, most = 3**rates + FINALISTS * others, 6**rates + (FINALISTS + 1) * others
-    return len(plan.arms) * (least + final), len(plan.arms) * (most + final)
-
-
-@contextmanager
-def ending_by_signals() -> Iterator[None]:
-    """Let SIGTERM end the runs as Ctrl-C does: schedulers and `timeout` send it."""
-
-    def interrupt(*_: Any) -> NoReturn:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _line(comparison: Comparison, run: Run) -> str:
-    """Return what a finished run tells: arm, rate, seed, metric, time."""
-    value = "diverged" + ("; trying half of its rate" if comparison.metric is None else "")
-    if comparison.metric is not None:
-        finished = run.finished(comparison.metric).value
-        value = f"{comparison.metric.shown_name} {finished:.4f}" if math.isfinite(finished) else value
-    return f"{run.arm.name}, {_rate(run)}, seed {run.seed}: {value} ({run.result['seconds']:.0f} s)"
-
-
-def _rate(run: Run) -> str:
-    return f"rate {run.rate:.3g}" if math.isfinite(run.rate) else "the script's own rate"
+        least = most = len(plan.grid) * len(plan.search_seeds)
+    elif plan.search_seeds:
+        others = len(plan.search_seeds) - 1
+        least = 3 ** len(plan.rates) + FINALISTS * others
+        most = 6 ** len(plan.rates) + (FINALISTS + 1) * others
+    return len(plan.arms) * (least + len(plan.seeds)), len(plan.arms) * (most + len(plan.seeds))
 
 
 def _time(seconds: float) -> str:

@@ -45,7 +45,7 @@ def first_settings(plan: Plan, arm: str, factor: float = 1.0) -> dict[str, Any]:
     comparison = Comparison(plan, Order("recipes/pretrain_gpt2.py"), Path("out"))
     (own,) = [each for each in plan.arms if each.name == arm]
     run = comparison.run(own, (round(math.log2(factor)),) * len(plan.rates), plan.seeds[0])
-    rate = ["--learning_rate", f"{run.rate:g}"]
+    rate = ["--learning_rate", f"{run.order.arm['learning_rate']:g}"]
     values, _ = arguments.read([*run.order.arguments, *words(plan.set), *rate])
     return json.loads(json.dumps(vars(values), default=str))
 

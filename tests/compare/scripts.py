@@ -66,6 +66,10 @@ class _Forked:
     def poll(self) -> int | None:
         return self._process.exitcode
 
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
     def wait(self, timeout: float | None = None) -> int | None:
         self._process.join(timeout)
         if self._process.exitcode is None:

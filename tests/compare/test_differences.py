@@ -11,7 +11,7 @@ from scipy import stats
 from mars_hf.compare import differences
 from mars_hf.compare.differences import FinishedRun
 from mars_hf.compare.metric import Metric
-from mars_hf.compare.verdict import doubts, verdict
+from mars_hf.compare.verdict import Findings
 
 LOSS = Metric("eval_loss")
 WIDER = 1.2  # for the choice of rates, which no seed's spread knows
@@ -21,9 +21,15 @@ def runs(arm, values, first_seed=1, **more):
     return [FinishedRun(arm, 0.01, seed, value, **more) for seed, value in enumerate(values, first_seed)]
 
 
-def words(members, metric=LOSS, **options):
-    (gap,) = differences.differences(members, members[0].arm)
-    return verdict(gap, members, metric, **{"was_searched": True, "has_speeds": True, **options})
+def findings(members, metric=LOSS, *, was_searched=True):
+    searched = {"a": {0.01: [1.0]}} if was_searched else {}
+    return Findings("title", metric, members[0].arm, members, searched, {})
+
+
+def words(members, metric=LOSS, *, was_searched=True):
+    found = findings(members, metric, was_searched=was_searched)
+    (gap,) = found.gaps
+    return found.verdict(gap)
 
 
 def test_two_arms_are_the_paired_t_test():
@@ -100,7 +106,8 @@ def test_better_and_worse_in_words():
     )
     # 2.6, the baseline's mean, lies half between 3.0 at step 10 and 2.2 at 20.
     assert text.endswith("shown; it reaches adamw's end in 50% of the steps, 100% of the seconds.")
-    assert text.replace("50% of the steps, 100%", "") != words([*base, *ours], has_speeds=False)
+    without = [run._replace(seconds_per_step=math.nan) for run in [*base, *ours]]
+    assert words(without).endswith("in 50% of the steps.")
     assert words([*ours, *base]).startswith("**adamw HURTS**: it ends 0.500 ±") and "above muon" in words(
         [*ours, *base]
     )
@@ -127,11 +134,11 @@ def test_doubts_about_the_pairs():
         FinishedRun("b", 0.1, 1, 1.0, weights="w1", batch="y"),
         FinishedRun("b", 0.1, 2, 2.0, weights="z", batch="y"),
     ]
-    found = " ".join(doubts([*base, *other]))
+    found = " ".join(findings([*base, *other]).doubts())
     assert "Not paired: runs of seed 2 began with different weights" in found
     assert "All seeds began with the same first batch" in found
     unknown = [FinishedRun("b", 0.1, seed, 1.0 + seed) for seed in (1, 2)]  # diverged at once
-    assert doubts([*base[:1], *unknown]) == []
+    assert findings([*base[:1], *unknown]).doubts() == []
 
 
 def test_curves_reach_a_value():
@@ -155,9 +162,9 @@ def test_page_of_the_documentation_has_the_numbers_of_its_runs():
     """The example of docs/compare.md: its verdicts follow from the runs, and its rates are theirs."""
     root = Path(__file__).resolve().parents[2]
     result = json.loads((root / "benchmarks" / "results" / "compare_minimal.json").read_text())
-    members = [FinishedRun(**{**run, "curve": tuple(map(tuple, run["curve"]))}) for run in result["runs"]]
-    gaps = differences.differences(members, "adamw_torch")
-    texts = [verdict(gap, members, LOSS, was_searched=True, has_speeds=False) for gap in gaps]
+    members = [FinishedRun(**run)._replace(seconds_per_step=math.nan) for run in result["runs"]]
+    found = findings(members)
+    texts = list(map(found.verdict, found.gaps))
     page = " ".join((root / "docs" / "compare.md").read_text().replace(">", "").split())
     assert texts == result["verdicts"] and all(text in page for text in texts)
     rates = [f"{run['rate']:.2g}" for run in result["runs"] if run["seed"] == 1]
