@@ -489,7 +489,7 @@ class Mars(torch.optim.Optimizer):
                     self._require_trainable()
                     return
                 place_gradients(groups)
-                lists, stepped = build_lists(groups, rules, self.state, shared.specs, shared.chunk_of)
+                lists, steps = build_lists(groups, rules, self.state, shared.specs, shared.chunk_of)
                 find_moving(lists)
                 take_sums(lists, max_grad_norm, metrics, self._last_norms)
                 shared.add(lists, rows_to_reduce(max_grad_norm))
@@ -497,13 +497,13 @@ class Mars(torch.optim.Optimizer):
         with self._autocast_off():
             self._last_norms = None  # an update that is interrupted leaves other last gradients
             with shared.noting_interruption():
-                self._move(shared, lists, stepped, max_grad_norm)
+                self._move(shared, lists, steps, max_grad_norm)
 
     def _move(
         self,
         shared: SharedStep,
         lists: Sequence[TensorList],
-        stepped: Sequence[dict[str, Any]],
+        steps: Sequence[Tensor],
         max_grad_norm: float | None,
     ) -> None:
         """Move the parameters of a step that is not refused: factors, moments, directions, update."""
@@ -513,9 +513,9 @@ class Mars(torch.optim.Optimizer):
             norm = set_factors(lists, shared, max_grad_norm, metrics)
             if norm is not None:
                 self.grad_norm.copy_(norm)
-            if self.is_exact and stepped:
+            if self.is_exact and steps:
                 exact.keep_params(groups, self.state)
-            count_steps(stepped)
+            count_steps(steps)
             note_peaks(groups)
         for tensors in lists:
             if tensors.chunk is None:

@@ -64,7 +64,7 @@ NOUNS = {
     "kernels/memory.py": ["Memory"],
     "step/coded.py": ["UnfitStateError"],
     "step/last_norms.py": ["LastNorms"],
-    "step/lists.py": ["Entry", "TensorList", "_Key", "_Member"],
+    "step/lists.py": ["Batch", "TensorList"],
     "step/metrics.py": ["StepMetrics"],
     "step/ranks.py": ["Chunk", "Ranks", "SharedStep", "_OfGroup", "_Settings"],
     "step/states.py": ["Buffers"],

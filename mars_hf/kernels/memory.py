@@ -25,11 +25,12 @@ class Memory(NamedTuple):
 
 def are_apart(tensors: Sequence[Tensor]) -> bool:
     """Return whether tensors without gaps are in memory, aligned, and share none of it."""
-    starts = np.array(list(map(Tensor.data_ptr, tensors)))
-    sizes = np.array(list(map(Tensor.element_size, tensors)))
+    count = len(tensors)
+    starts = np.fromiter(map(Tensor.data_ptr, tensors), np.int64, count)
+    sizes = np.fromiter(map(Tensor.element_size, tensors), np.int64, count)
     if not starts.all() or (starts % sizes).any():
         return False
-    ends = starts + sizes * np.array(list(map(Tensor.numel, tensors)))
+    ends = starts + sizes * np.fromiter(map(Tensor.numel, tensors), np.int64, count)
     # Spans are apart if, in order, none starts before the one before it ends.
     return not (np.sort(ends)[:-1] > np.sort(starts)[1:]).any()
 

@@ -6,11 +6,12 @@ All lists are made anew in each step: nothing of a former one is trusted. Errors
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from operator import attrgetter
-from typing import Any, NamedTuple
+from operator import attrgetter, itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,12 +24,12 @@ from mars_hf.arithmetic.rules import CODES
 from mars_hf.arithmetic.update_rules import UpdateRule
 from mars_hf.distributed.tensors import PLAIN, Group, Shard, ShardSpec, local
 from mars_hf.kernels import Backend, choose_backend
-from mars_hf.kernels.memory import Memory, are_apart, inspect_memory
+from mars_hf.kernels.memory import are_apart, inspect_memory
 from mars_hf.step import coded, states
 
-_NO_ROWS = torch.empty(0, device="cpu")
 # For maps over many tensors.
-_dtype_of, _device_of, _layout_of, _shape_of = map(attrgetter, ("dtype", "device", "layout", "shape"))
+_dtype_of, _device_of, _layout_of = map(attrgetter, ("dtype", "device", "layout"))
+_shape_of, _grad_of = map(attrgetter, ("shape", "grad"))
 _FLOATS = {torch.float16, torch.bfloat16, torch.float32, torch.float64}
 
 
@@ -50,11 +51,9 @@ class TensorList:
     buffers: dict[str, Column] = field(default_factory=dict)  # by their keys in states; in 8 bits with their scales
     compensation: list[Tensor] = field(default_factory=list)
     row_avg_sq: list[Tensor] = field(default_factory=list)  # of whole matrices; empty tensors where rows are left
-    states: list[dict[str, Any]] = field(default_factory=list)
     steps: list[Tensor] = field(default_factory=list)
     indices: list[int] = field(default_factory=list)  # of the parameters
-    offsets: list[int] = field(default_factory=list)  # where in its parameter each shard begins
-    fractions: list[float] = field(default_factory=list)  # each shard's of its parameter
+    shards: list[Shard | None] = field(default_factory=list)  # None for a whole parameter
     units: list[Units] = field(default_factory=list)  # of rules that orthogonalize: what rests on its own
     correction: float = 0.0  # k
     # Set between collecting and updating:
@@ -75,6 +74,16 @@ class TensorList:
         """Return the largest norm of a corrected gradient; None for no clipping, and for AdamW."""
         return self.group["clip_threshold"] if self.rule.corrects else None
 
+    @property
+    def offsets(self) -> list[int]:
+        """Return where in its parameter each entry begins."""
+        return [0 if shard is None else shard.slice.offset for shard in self.shards]
+
+    @property
+    def fractions(self) -> list[float]:
+        """Return each entry's fraction of its parameter."""
+        return [1.0 if shard is None else shard.numel / shard.whole_numel for shard in self.shards]
+
     def run_sums(self, *, without_last_grads: bool = False, **needed: bool) -> Tensor:
         """Return the sums over each gradient and its last gradient; `needed`: see `rules.sums`."""
         last_grads = [] if without_last_grads else self.buffers.get("last_grad", [])
@@ -94,39 +103,44 @@ class TensorList:
         return replace(self, sums=None, **selected)
 
 
-class Entry(NamedTuple):
-    """A parameter with a gradient, and all that its step touches."""
+@dataclass
+class Batch:
+    """Parameters with gradients of one group whose states have the same buffers, and all that their step touches."""
 
     group_index: int
-    param_index: int
-    param: Tensor
-    state: dict[str, Any]
-    buffers: states.Buffers  # of the state, that its rule uses
-    tensors: list[Tensor]  # parameter, gradient and buffers, as this rank holds them
-    scales: list[Tensor]  # of the buffers in 8 bits
-    spec: ShardSpec | None
-
-
-class _Key(NamedTuple):
-    """What the members of a list have in common."""
-
-    group_index: int
-    device: torch.device
+    group: dict[str, Any]
+    rule: UpdateRule
     buffers: states.Buffers
-    dtypes: tuple[torch.dtype, ...]  # of parameter, gradient and buffers
-    state_fits: bool  # kernels can take parameters and states
-    process_group: Group
-    chunk: Any
+    params: list[Tensor] = field(default_factory=list)
+    states: list[dict[str, Any]] = field(default_factory=list)
+    specs: list[ShardSpec | None] = field(default_factory=list)
+    indices: list[int] = field(default_factory=list)
+    steps: list[Tensor] = field(default_factory=list)
+    # As this rank holds them: "params", "grads" and buffers, all of the parameters' shapes.
+    tensors: dict[str, list[Tensor]] = field(default_factory=dict)
+    scales: list[list[Tensor]] = field(default_factory=list)  # of each parameter, those of its buffers in 8 bits
+    # Whether kernels can take parameter and states; empty if they can take all.
+    fits: list[bool] = field(default_factory=list)
+
+    def read(self) -> None:
+        """Read steps and tensors from parameters and states."""
+        read = itemgetter("step", *self.buffers.keys)
+        self.steps, *columns = map(list, zip(*map(read, self.states), strict=True))
+        self.tensors = {"params": list(self.params), "grads": list(map(_grad_of, self.params))}
+        self.tensors |= zip(self.buffers.keys, columns, strict=True)
+        self.scales = [[state[name] for name in self.buffers.scales] for state in self.states]
+
+    def scales_of_shards(self, number: int, position: int) -> list[Tensor]:
+        """Return scales of the parameter at a position, those of one buffer, for each of its shards."""
+        return coded.scales_of_shards(self.params[position], self.scales[position][number], self.specs[position])
+
+    def rows_of_shards(self, position: int) -> list[Tensor]:
+        """Return the running means of rows of the parameter at a position, for each of its shards."""
+        return states.split_rows(self.params[position], self.group, self.states[position], self.specs[position])
 
 
-class _Member(NamedTuple):
-    """A whole parameter or a shard of one, to go into a list."""
-
-    entry: Entry
-    shard: Shard | None
-    scales: list[Tensor]  # of its buffers in 8 bits
-    rows: Tensor  # running means of its rows; empty if they are left
-    grad_fits: bool
+# A parameter of a batch or a shard of it: position in the batch, number of the shard in its spec, and the shard.
+Piece = tuple[int, int, Shard | None]
 
 
 def build_lists(
@@ -135,7 +149,7 @@ def build_lists(
     all_states: MutableMapping[Tensor, Any],
     specs: Mapping[Tensor, ShardSpec],
     chunk_of: Mapping[int, Any],
-) -> tuple[list[TensorList], list[dict[str, Any]]]:
+) -> tuple[list[TensorList], list[Tensor]]:
     """Check every tensor of the step, add missing buffers to states, and sort all by what one call can take.
 
     Args:
@@ -146,41 +160,37 @@ def build_lists(
         chunk_of: the chunk of each matrix to orthogonalize, by its index.
 
     Returns:
-        The lists, and the states of all parameters that have a gradient.
+        The lists, and the step counts of all parameters that have a gradient.
 
     Raises:
         RuntimeError: a gradient or state that MARS cannot use; nothing has changed then.
     """
-    entries = _collect(param_groups, rules, all_states, specs)
-    if _are_ordinary(entries):
-        memories = [Memory(state_fits=True, grad_fits=True)] * len(entries)
-    else:
-        entries = [_checked(entry, param_groups[entry.group_index]) for entry in entries]
-        memories = inspect_memory([entry.tensors for entry in entries], [entry.scales for entry in entries])
-    averaging = _averaging_groups(entries, param_groups, rules)
+    new_states: dict[Tensor, dict[str, Any]] = {}
+    batches = _collect(param_groups, rules, all_states, new_states, specs)
+    if not _are_ordinary(batches):
+        _look_closely(batches)
+    averaging = _averaging_groups(batches)
     for group in averaging:
         _require_same_gamma(group)
 
     # Of all parameters: released gradients come one by one, and compiling pays for them together.
-    numel = sum(param.numel() for group in param_groups for param in group["params"])
+    every_param = itertools.chain.from_iterable([group["params"] for group in param_groups])
+    numel = sum(map(Tensor.numel, every_param))
     lists = []
-    for key, members in _sort(entries, memories, param_groups, rules, chunk_of).items():
-        group, rule = param_groups[key.group_index], rules[key.group_index]
-        lists.append(_make_list(key, members, group, rule, numel))
+    for batch in batches:
+        for key, pieces in _sort(batch, chunk_of).items():
+            lists.append(_make_list(batch, key, pieces, numel))
 
-    for entry in entries:
-        all_states[entry.param] = entry.state
+    all_states.update(new_states)
     for group in averaging:
         group["gamma_of_average"] = float(group["gamma"])
-    return lists, [entry.state for entry in entries]
+    return lists, list(itertools.chain.from_iterable([batch.steps for batch in batches]))
 
 
-def _averaging_groups(
-    entries: Sequence[Entry], param_groups: Sequence[dict[str, Any]], rules: Sequence[UpdateRule]
-) -> list[dict[str, Any]]:
+def _averaging_groups(batches: Iterable[Batch]) -> list[dict[str, Any]]:
     """Return the groups under MARS whose first moments are averages of gradients, for one gamma."""
-    without_last_grads = {entry.group_index for entry in entries if "last_grad" not in entry.buffers.keys}
-    return [param_groups[index] for index in without_last_grads if rules[index].corrects]
+    averaging = [batch for batch in batches if batch.rule.corrects and "last_grad" not in batch.buffers.keys]
+    return list({batch.group_index: batch.group for batch in averaging}.values())
 
 
 # --- collect ----------------------------------------------------------------------------------------------------------
@@ -190,57 +200,69 @@ def _collect(
     param_groups: Iterable[dict[str, Any]],
     rules: Iterable[UpdateRule],
     all_states: Mapping[Tensor, Any],
+    new_states: MutableMapping[Tensor, Any],
     specs: Mapping[Tensor, ShardSpec],
-) -> list[Entry]:
-    """Return the parameters with gradients, and for those that lack buffers new ones."""
-    entries = []
+) -> list[Batch]:
+    """Return the parameters with gradients; buffers that are missing are made, in new states if there is none."""
+    batches: dict[tuple[int, states.Buffers], Batch] = {}
     param_index = -1
     for group_index, (group, rule) in enumerate(zip(param_groups, rules, strict=True)):
-        buffers_of: dict[Any, states.Buffers] = {}  # by what decides them in a group; in 8 bits the shape does, too
+        # By what decides the buffers in a group, and whether they are there; in 8 bits shapes do, too.
+        known: dict[Any, Batch] = {}
         in_8_bits = group["state_dtype"] == eight_bits.NAME
         for param in group["params"]:
             param_index += 1
             if param.grad is None:
                 continue
-            state = all_states.get(param, {})
-            kind = (param.dtype, "last_grad" in state)
-            if in_8_bits or kind not in buffers_of:
-                buffers_of[kind] = states.buffers_of(rule, param, group, state)
-            buffers = buffers_of[kind]
+            state = all_states.get(param)
+            if state is None:
+                state = new_states[param] = {}
             spec = specs.get(param) if specs else None
-            if not buffers.are_in(state):
-                check_gradient(param, param.grad)
-                states.prepare(param, group, state, buffers, spec)
-            elif buffers.coded:
-                states.check_codes(param, state, buffers, spec)
+            batch = known.get((param.dtype, *state))
+            if batch is None:
+                buffers = _prepared(param, group, rule, state, spec)
+                if (group_index, buffers) not in batches:
+                    batches[group_index, buffers] = Batch(group_index, group, rule, buffers)
+                batch = batches[group_index, buffers]
+                if not in_8_bits:
+                    kind = (param.dtype, *state)
+                    known[kind] = batch
             if rule.orthogonalizes:
                 states.prepare_rows(param, group, state, spec)
-            tensors = [param, param.grad, *[state[key] for key in buffers.keys]]
-            scales = [state[key] for key in buffers.scales]
-            entries.append(Entry(group_index, param_index, param, state, buffers, tensors, scales, spec))
-    return entries
+            batch.params.append(param)
+            batch.states.append(state)
+            batch.specs.append(spec)
+            batch.indices.append(param_index)
+    for batch in batches.values():
+        batch.read()
+    return list(batches.values())
 
 
-def _are_ordinary(entries: Sequence[Entry]) -> bool:
+def _prepared(
+    param: Tensor, group: Mapping[str, Any], rule: UpdateRule, state: dict[str, Any], spec: ShardSpec | None
+) -> states.Buffers:
+    """Return the buffers of a parameter; those that its state lacks are added."""
+    buffers = states.buffers_of(rule, param, group, state)
+    if not buffers.are_in(state):
+        check_gradient(param, param.grad)
+        states.prepare(param, group, state, buffers, spec)
+    elif buffers.coded:
+        states.check_codes(param, state, buffers, spec)
+    return buffers
+
+
+def _are_ordinary(batches: Sequence[Batch]) -> bool:
     """Return whether a step is like most: one fast test of all tensors, in place of a close look at each.
 
     They are plain, of the dtypes they should have, on one device, contiguous, of the parameters' shapes, and lie apart.
     """
-    tensors = list(itertools.chain.from_iterable([entry.tensors for entry in entries]))
-    scales = list(itertools.chain.from_iterable([entry.scales for entry in entries]))
-    if not _are_plain([*tensors, *scales]) or not _are_counts([entry.state["step"] for entry in entries]):
+    columns = [column for batch in batches for column in (*batch.tensors.values(), *batch.scales)]
+    tensors = list(itertools.chain.from_iterable(columns))
+    if not _are_plain(tensors) or not all(map(_are_counts, [batch.steps for batch in batches])):
         return False
-    if not _are_typed(entries, tensors) or not _have_one_shape(entries, tensors):
+    if not all(map(_are_typed, batches)) or not all(map(_have_one_shape, batches)):
         return False
-    tensors += scales
     return all(map(Tensor.is_contiguous, tensors)) and are_apart(tensors)
-
-
-def _are_typed(entries: Sequence[Entry], tensors: Sequence[Tensor]) -> bool:
-    """Return whether tensors have the dtypes that they should have."""
-    if any([entry.buffers.coded for entry in entries]):
-        return all(map(_is_coded_as_it_should, entries))
-    return set(map(_dtype_of, tensors)) <= _FLOATS
 
 
 def _are_plain(tensors: Sequence[Tensor]) -> bool:
@@ -254,40 +276,46 @@ def _are_counts(steps: Sequence[Any]) -> bool:
     return set(map(type, steps)) == {Tensor} and not any(map(Tensor.dim, steps))
 
 
-def _have_one_shape(entries: Sequence[Entry], tensors: Sequence[Tensor]) -> bool:
-    """Return whether all tensors of each entry have the shape of its parameter."""
-    expected: list[torch.Size] = []
-    for entry in entries:
-        expected += [entry.param.shape] * len(entry.tensors)
-    return list(map(_shape_of, tensors)) == expected
-
-
-def _is_coded_as_it_should(entry: Entry) -> bool:
-    """Return whether the buffers that should be in 8 bits are, in rows that kernels take, and no other tensor is."""
-    of_parameter_and_gradient = ("", "")
-    names = (*of_parameter_and_gradient, *entry.buffers.keys)
-    for name, tensor in zip(names, entry.tensors, strict=True):
-        fits = tensor.dtype == CODES[name] if name in entry.buffers.coded else tensor.dtype in _FLOATS
-        if not fits:
+def _are_typed(batch: Batch) -> bool:
+    """Return whether tensors have the dtypes that they should have: buffers that should be in 8 bits, and no others."""
+    for name, column in batch.tensors.items():
+        expected = {CODES[name]} if name in batch.buffers.coded else _FLOATS
+        if not set(map(_dtype_of, column)) <= expected:
             return False
-    if not entry.scales:
-        return True
-    shape = coded.shape_of_scales(entry.param, entry.spec)
-    has_scales = all(scales.shape == shape and scales.dtype == torch.float32 for scales in entry.scales)
-    return has_scales and eight_bits.has_whole_blocks(entry.tensors[0].shape, shape)
+    return not batch.buffers.scales or all(map(_scales_fit, batch.params, batch.specs, batch.scales))
 
 
-def _checked(entry: Entry, group: Mapping[str, Any]) -> Entry:
-    """Check gradient and state of an entry, and return it with what this rank holds of its tensors."""
-    param, state = entry.param, entry.state
-    check_gradient(param, param.grad)
-    states.prepare(param, group, state, entry.buffers, entry.spec)
-    tensors = [param, param.grad, *[state[key] for key in entry.buffers.keys]]
-    scales = [state[key] for key in entry.buffers.scales]
-    if type(param) not in PLAIN:
-        tensors = [local(tensor.detach()) for tensor in tensors]
-        scales = [local(tensor) for tensor in scales]
-    return entry._replace(tensors=tensors, scales=scales)
+def _scales_fit(param: Tensor, spec: ShardSpec | None, scales: Iterable[Tensor]) -> bool:
+    """Return whether scales are those of codes in rows that kernels take."""
+    shape = coded.shape_of_scales(param, spec)
+    has_scales = all(each.shape == shape and each.dtype == torch.float32 for each in scales)
+    return has_scales and eight_bits.has_whole_blocks(param.shape, shape)
+
+
+def _have_one_shape(batch: Batch) -> bool:
+    """Return whether gradients and buffers have the shapes of their parameters."""
+    shapes = list(map(_shape_of, batch.params))
+    return all(list(map(_shape_of, column)) == shapes for name, column in batch.tensors.items() if name != "params")
+
+
+def _look_closely(batches: Iterable[Batch]) -> None:
+    """Check gradients, states and memory of batches one by one, and find what kernels cannot take."""
+    for batch in batches:
+        for param, state, spec in zip(batch.params, batch.states, batch.specs, strict=True):
+            check_gradient(param, param.grad)
+            states.prepare(param, batch.group, state, batch.buffers, spec)
+        batch.read()
+        for column in (*batch.tensors.values(), *batch.scales):
+            column[:] = [tensor if type(tensor) in PLAIN else local(tensor.detach()) for tensor in column]
+    rows = [row for batch in batches for row in zip(*batch.tensors.values(), strict=True)]
+    scales = list(itertools.chain.from_iterable([batch.scales for batch in batches]))
+    memories = iter(inspect_memory(rows, scales))
+    for batch in batches:
+        params, grads = batch.tensors["params"], batch.tensors["grads"]
+        for position, memory in zip(range(len(params)), memories, strict=False):
+            batch.fits.append(memory.state_fits)
+            if not memory.grad_fits:  # whoever computes; with the parameter's strides
+                grads[position] = torch.empty_like(params[position], dtype=grads[position].dtype).copy_(grads[position])
 
 
 def check_gradient(param: Tensor, grad: Any) -> None:
@@ -324,88 +352,77 @@ def _require_same_gamma(group: Mapping[str, Any]) -> None:
 # --- sort -------------------------------------------------------------------------------------------------------------
 
 
-def _sort(
-    entries: Sequence[Entry],
-    memories: Sequence[Memory],
-    param_groups: Sequence[Mapping[str, Any]],
-    rules: Sequence[UpdateRule],
-    chunk_of: Mapping[int, Any],
-) -> dict[_Key, list[_Member]]:
-    """Sort whole parameters and shards by what the members of a list have in common."""
-    members: dict[_Key, list[_Member]] = collections.defaultdict(list)
-    orthogonalizes = [rule.orthogonalizes for rule in rules]
-    for entry, memory in zip(entries, memories, strict=True):
-        spec = entry.spec
-        shards: Sequence[Shard | None] = (None,) if spec is None else spec.shards
-        scales_of_shards = [entry.scales] if spec is None else _scales_of_shards(entry, len(shards))
-        rows_of_shards = [_NO_ROWS] * len(shards)
-        if orthogonalizes[entry.group_index]:
-            rows_of_shards = states.split_rows(entry.param, param_groups[entry.group_index], entry.state, spec)
-        for shard, scales, rows in zip(shards, scales_of_shards, rows_of_shards, strict=True):
-            chunk = chunk_of.get(_param_index(entry, shard)) if orthogonalizes[entry.group_index] else None
-            key = _Key(
-                entry.group_index,
-                entry.tensors[0].device,
-                entry.buffers,
-                tuple(map(_dtype_of, entry.tensors)),
-                memory.state_fits,
-                None if spec is None else spec.group,
-                chunk,
-            )
-            members[key].append(_Member(entry, shard, scales, rows, memory.grad_fits))
-    return members
+def _sort(batch: Batch, chunk_of: Mapping[int, Any]) -> dict[Any, list[Piece]]:
+    """Sort the whole parameters and shards of a batch by what the entries of a list have in common.
+
+    That is device, whether kernels can take them, and dtypes; the process group; and the chunk.
+    """
+    pieces: dict[Any, list[Piece]] = collections.defaultdict(list)
+    dtypes = [map(_dtype_of, column) for column in batch.tensors.values()]
+    fits = batch.fits or itertools.repeat(True)
+    forms = zip(map(_device_of, batch.tensors["params"]), fits, *dtypes, strict=False)
+    for position, (form, spec, index) in enumerate(zip(forms, batch.specs, batch.indices, strict=True)):
+        if spec is None:
+            pieces[form, None, chunk_of.get(index)].append((position, 0, None))
+            continue
+        for number, shard in enumerate(spec.shards):  # tensors of ZeRO that hold several parameters
+            pieces[form, spec.group, chunk_of.get(shard.param_index)].append((position, number, shard))
+    return pieces
 
 
-def _scales_of_shards(entry: Entry, count: int) -> list[list[Tensor]]:
-    """Return the scales of the buffers in 8 bits, for each shard."""
-    if not entry.scales:
-        return [[]] * count
-    columns = [coded.scales_of_shards(entry.param, scales, entry.spec) for scales in entry.scales]
-    return [list(row) for row in zip(*columns, strict=True)]
-
-
-def _param_index(entry: Entry, shard: Shard | None) -> int:
-    """Return the index of the parameter: tensors of ZeRO that hold several are not at theirs."""
-    return entry.param_index if shard is None else shard.param_index
-
-
-def _make_list(
-    key: _Key, members: Sequence[_Member], group: dict[str, Any], rule: UpdateRule, numel: int
-) -> TensorList:
-    """Choose a backend for some members, and put their tensors into columns."""
-    dtypes = dict(zip(("params", "grads", *key.buffers.keys), key.dtypes, strict=True))
+def _make_list(batch: Batch, key: Any, pieces: Sequence[Piece], numel: int) -> TensorList:
+    """Choose a backend for some pieces of a batch, and put their tensors into columns."""
+    (device, fits, *dtypes), process_group, chunk = key
+    group, rule = batch.group, batch.rule
+    dtype_of = dict(zip(batch.tensors, dtypes, strict=True))
     if rule.orthogonalizes:  # kernels write first moments, and round no parameters
-        dtypes["params"] = iteration_dtype(group, members[0].entry.tensors[0], key.device)
-        dtypes.pop("compensation", None)
-    backend = choose_backend(group, key.device, dtypes, rule.arithmetic, numel, dense=key.state_fits)
-    params, grads, *columns = map(list, zip(*map(_held_by, members), strict=True))
-    tensors = TensorList(group, rule, backend, key.chunk, key.process_group, params, grads)
-    buffers = dict(zip(key.buffers.keys, columns, strict=True))
-    tensors.compensation = buffers.pop("compensation", [])
-    tensors.buffers = {**buffers, **_coded_columns(key.buffers, buffers, members)}
-    for entry, shard, *_ in members:
-        tensors.states.append(entry.state)
-        tensors.steps.append(entry.state["step"])
-        tensors.indices.append(_param_index(entry, shard))
-        tensors.offsets.append(0 if shard is None else shard.slice.offset)
-        tensors.fractions.append(1.0 if shard is None else shard.numel / shard.whole_numel)
+        dtype_of["params"] = iteration_dtype(group, batch.tensors["params"][pieces[0][0]], device)
+        dtype_of.pop("compensation", None)
+    backend = choose_backend(group, device, dtype_of, rule.arithmetic, numel, dense=fits)
+    columns = {name: _cut(column, pieces) for name, column in batch.tensors.items()}
+    tensors = TensorList(group, rule, backend, chunk, process_group, columns.pop("params"), columns.pop("grads"))
+    tensors.compensation = columns.pop("compensation", [])
+    tensors.buffers = {**columns, **_coded_columns(batch, columns, pieces)}
+    tensors.steps = [batch.steps[position] for position, _, _ in pieces]
+    tensors.shards = [shard for _, _, shard in pieces]
+    for position, _, shard in pieces:
+        tensors.indices.append(batch.indices[position] if shard is None else shard.param_index)
     if rule.orthogonalizes:
-        tensors.row_avg_sq = [member.rows for member in members]
-        tensors.units = [_units_in(param, member.shard, group) for param, member in zip(params, members, strict=True)]
+        tensors.row_avg_sq = _of_shards(pieces, batch.rows_of_shards)
+        tensors.units = [_units_in(*pair, group) for pair in zip(tensors.params, tensors.shards, strict=True)]
     if group["maximize"]:
-        tensors.grad_scale = torch.full((), -1.0, device=key.device)
+        tensors.grad_scale = torch.full((), -1.0, device=device)
     if tensors.last_grad:
         beta1 = float(group["betas"][0])
         tensors.correction = float(group["gamma"]) * beta1 / (1 - beta1)
     return tensors
 
 
-def _coded_columns(
-    buffers: states.Buffers, columns: Mapping[str, Sequence[Tensor]], members: Sequence[_Member]
-) -> dict[str, Column]:
+def _cut(column: Sequence[Tensor], pieces: Iterable[Piece]) -> list[Tensor]:
+    """Return the pieces of a batch's tensors."""
+    cut = []
+    for position, _, shard in pieces:
+        tensor = column[position]
+        if shard is not None and shard.numel != tensor.numel():
+            tensor = tensor[shard.start : shard.start + shard.numel]
+        cut.append(tensor)
+    return cut
+
+
+def _coded_columns(batch: Batch, columns: Mapping[str, list[Tensor]], pieces: Sequence[Piece]) -> dict[str, Column]:
     """Return the columns of codes with their scales."""
-    rows = zip(*[member.scales for member in members], strict=True)
-    return {key: list(map(Coded, columns[key], scales)) for key, scales in zip(buffers.with_scales, rows, strict=True)}
+    coded_columns: dict[str, Column] = {}
+    for number, name in enumerate(batch.buffers.with_scales):
+        scales = _of_shards(pieces, functools.partial(batch.scales_of_shards, number))
+        coded_columns[name] = list(map(Coded, columns[name], scales))
+    return coded_columns
+
+
+def _of_shards(pieces: Sequence[Piece], split: Callable[[int], Sequence[Tensor]]) -> list[Tensor]:
+    """Return what each piece has of what a function returns for all shards of the parameter at a position."""
+    positions = dict.fromkeys([position for position, _, _ in pieces])
+    found = {position: split(position) for position in positions}
+    return [found[position][number] for position, number, _ in pieces]
 
 
 def _units_in(param: Tensor, shard: Shard | None, group: Mapping[str, Any]) -> Units:
@@ -419,14 +436,3 @@ def _units_in(param: Tensor, shard: Shard | None, group: Mapping[str, Any]) -> U
     if shard.slice.dim is not None:
         return Units(shard.slice.first_indices(shape[0]))
     return Units(range(shape[0]), shape[1:].numel(), shard.slice.start)
-
-
-def _held_by(member: _Member) -> list[Tensor]:
-    """Return parameter, gradient and buffers of a member; a gradient that does not suit kernels as a copy."""
-    (param, grad, *buffers), shard = member.entry.tensors, member.shard
-    if not member.grad_fits:  # whoever computes
-        grad = torch.empty_like(param, dtype=grad.dtype).copy_(grad)  # with the parameter's strides
-    tensors = [param, grad, *buffers]
-    if shard is None or shard.numel == param.numel():
-        return tensors
-    return [tensor[shard.start : shard.start + shard.numel] for tensor in tensors]

@@ -64,10 +64,10 @@ def _advance_momenta(tensors: TensorList, dtype: torch.dtype) -> list[Tensor]:
 # --- update -----------------------------------------------------------------------------------------------------------
 
 
-def count_steps(states: Sequence[Mapping[str, Any]]) -> None:
-    """Count a step in the states of the parameters that it moves."""
-    for state in states:
-        state["step"].add_(_ONE)  # which takes less than a call for all of them
+def count_steps(steps: Sequence[Tensor]) -> None:
+    """Count a step of the parameters that it moves."""
+    for step in steps:
+        step.add_(_ONE)  # which takes less than a call for all of them
 
 
 def update(tensors: TensorList, directions: list[Tensor] | None = None, metrics: StepMetrics | None = None) -> None:
