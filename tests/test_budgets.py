@@ -61,7 +61,6 @@ NOUNS = {
     "distributed/shards.py": ["Shards"],
     "distributed/tensors.py": ["Shard", "ShardSpec", "Slice"],
     "kernels/__init__.py": ["Backend"],
-    "kernels/memory.py": ["Memory"],
     "step/coded.py": ["UnfitStateError"],
     "step/last_norms.py": ["LastNorms"],
     "step/lists.py": ["Batch", "TensorList"],

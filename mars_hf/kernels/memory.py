@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from mars_hf.arithmetic.eight_bits import has_whole_blocks
-
-
-class Memory(NamedTuple):
-    """Whether the tensors of a parameter suit kernels.
-
-    They do if their values lie in memory, aligned and without gaps, all in the order of the parameter, and no other
-    tensor of the step lies there.
-    """
-
-    state_fits: bool  # of the parameter and its states; otherwise plain PyTorch takes them
-    grad_fits: bool  # otherwise it is copied
 
 
 def are_apart(tensors: Sequence[Tensor]) -> bool:
@@ -35,19 +23,27 @@ def are_apart(tensors: Sequence[Tensor]) -> bool:
     return not (np.sort(ends)[:-1] > np.sort(starts)[1:]).any()
 
 
-def inspect_memory(entries: Sequence[Sequence[Tensor]], scales: Sequence[Sequence[Tensor]]) -> list[Memory]:
+def inspect_memory(
+    entries: Sequence[Sequence[Tensor]], scales: Sequence[Sequence[Tensor]]
+) -> tuple[list[bool], list[bool]]:
     """Look closely at the memory of all tensors of a step.
 
-    If any of them share memory, kernels take none of their kind: that is rare, and right for all.
+    Kernels can take tensors whose values lie in memory, aligned and without gaps, all in the order of the parameter,
+    where no other tensor of the step lies. If any of them share memory, kernels take none of their kind: that is rare,
+    and right for all.
 
     Args:
         entries: for each parameter the parameter, its gradient and its states, in this order.
         scales: for each parameter the scales of its states in 8 bits.
 
+    Returns:
+        For each parameter, whether kernels can take it and its states, otherwise plain PyTorch does; and its gradient,
+        otherwise it is to be copied.
+
     Raises:
         RuntimeError: a tensor that cannot be read or updated where it is.
     """
-    memories = []
+    state_fits, grad_fits = [], []
     updated: list[Tensor] = []
     read: list[Tensor] = []
     for (param, grad, *states), scales_of_param in zip(entries, scales, strict=True):
@@ -55,18 +51,17 @@ def inspect_memory(entries: Sequence[Sequence[Tensor]], scales: Sequence[Sequenc
         order = _order_of(param)
         fits = [_fits(tensor, order) for tensor in (param, *states)]
         fits += [_fits_blocks(param, each) for each in scales_of_param]
-        state_fits = all(fits)
-        grad_fits = _fits(grad, order)
-        memories.append(Memory(state_fits, grad_fits))
-        if state_fits:
+        state_fits.append(all(fits))
+        grad_fits.append(_fits(grad, order))
+        if state_fits[-1]:
             updated += filter(_is_in_memory, [param, *states, *scales_of_param])
-        if grad_fits:
+        if grad_fits[-1]:
             read += filter(_is_in_memory, [grad])
     if not are_apart(updated):
-        memories = [memory._replace(state_fits=False) for memory in memories]
+        state_fits = [False] * len(entries)
     if not are_apart([*updated, *read]):
-        memories = [memory._replace(grad_fits=False) for memory in memories]
-    return memories
+        grad_fits = [False] * len(entries)
+    return state_fits, grad_fits
 
 
 def _require_usable(param: Tensor, grad: Tensor, states: Sequence[Tensor]) -> None:

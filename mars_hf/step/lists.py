@@ -74,16 +74,6 @@ class TensorList:
         """Return the largest norm of a corrected gradient; None for no clipping, and for AdamW."""
         return self.group["clip_threshold"] if self.rule.corrects else None
 
-    @property
-    def offsets(self) -> list[int]:
-        """Return where in its parameter each entry begins."""
-        return [0 if shard is None else shard.slice.offset for shard in self.shards]
-
-    @property
-    def fractions(self) -> list[float]:
-        """Return each entry's fraction of its parameter."""
-        return [1.0 if shard is None else shard.numel / shard.whole_numel for shard in self.shards]
-
     def run_sums(self, *, without_last_grads: bool = False, **needed: bool) -> Tensor:
         """Return the sums over each gradient and its last gradient; `needed`: see `rules.sums`."""
         last_grads = [] if without_last_grads else self.buffers.get("last_grad", [])
@@ -107,7 +97,6 @@ class TensorList:
 class Batch:
     """Parameters with gradients of one group whose states have the same buffers, and all that their step touches."""
 
-    group_index: int
     group: dict[str, Any]
     rule: UpdateRule
     buffers: states.Buffers
@@ -169,7 +158,8 @@ def build_lists(
     batches = _collect(param_groups, rules, all_states, new_states, specs)
     if not _are_ordinary(batches):
         _look_closely(batches)
-    averaging = _averaging_groups(batches)
+    # Groups under MARS whose first moments are averages of gradients, for one gamma.
+    averaging = [batch.group for batch in batches if batch.rule.corrects and "last_grad" not in batch.buffers.keys]
     for group in averaging:
         _require_same_gamma(group)
 
@@ -187,12 +177,6 @@ def build_lists(
     return lists, list(itertools.chain.from_iterable([batch.steps for batch in batches]))
 
 
-def _averaging_groups(batches: Iterable[Batch]) -> list[dict[str, Any]]:
-    """Return the groups under MARS whose first moments are averages of gradients, for one gamma."""
-    averaging = [batch for batch in batches if batch.rule.corrects and "last_grad" not in batch.buffers.keys]
-    return list({batch.group_index: batch.group for batch in averaging}.values())
-
-
 # --- collect ----------------------------------------------------------------------------------------------------------
 
 
@@ -204,9 +188,10 @@ def _collect(
     specs: Mapping[Tensor, ShardSpec],
 ) -> list[Batch]:
     """Return the parameters with gradients; buffers that are missing are made, in new states if there is none."""
-    batches: dict[tuple[int, states.Buffers], Batch] = {}
+    batches: list[Batch] = []
     param_index = -1
-    for group_index, (group, rule) in enumerate(zip(param_groups, rules, strict=True)):
+    for group, rule in zip(param_groups, rules, strict=True):
+        of_group: dict[states.Buffers, Batch] = {}
         # By what decides the buffers in a group, and whether they are there; in 8 bits shapes do, too.
         known: dict[Any, Batch] = {}
         in_8_bits = group["state_dtype"] == eight_bits.NAME
@@ -221,9 +206,9 @@ def _collect(
             batch = known.get((param.dtype, *state))
             if batch is None:
                 buffers = _prepared(param, group, rule, state, spec)
-                if (group_index, buffers) not in batches:
-                    batches[group_index, buffers] = Batch(group_index, group, rule, buffers)
-                batch = batches[group_index, buffers]
+                if buffers not in of_group:
+                    of_group[buffers] = Batch(group, rule, buffers)
+                batch = of_group[buffers]
                 if not in_8_bits:
                     kind = (param.dtype, *state)
                     known[kind] = batch
@@ -233,9 +218,10 @@ def _collect(
             batch.states.append(state)
             batch.specs.append(spec)
             batch.indices.append(param_index)
-    for batch in batches.values():
+        batches += of_group.values()
+    for batch in batches:
         batch.read()
-    return list(batches.values())
+    return batches
 
 
 def _prepared(
@@ -309,12 +295,12 @@ def _look_closely(batches: Iterable[Batch]) -> None:
             column[:] = [tensor if type(tensor) in PLAIN else local(tensor.detach()) for tensor in column]
     rows = [row for batch in batches for row in zip(*batch.tensors.values(), strict=True)]
     scales = list(itertools.chain.from_iterable([batch.scales for batch in batches]))
-    memories = iter(inspect_memory(rows, scales))
+    state_fits, grad_fits = map(iter, inspect_memory(rows, scales))
     for batch in batches:
         params, grads = batch.tensors["params"], batch.tensors["grads"]
-        for position, memory in zip(range(len(params)), memories, strict=False):
-            batch.fits.append(memory.state_fits)
-            if not memory.grad_fits:  # whoever computes; with the parameter's strides
+        batch.fits = list(itertools.islice(state_fits, len(params)))
+        for position, fits in zip(range(len(params)), grad_fits, strict=False):
+            if not fits:  # whoever computes; with the parameter's strides
                 grads[position] = torch.empty_like(params[position], dtype=grads[position].dtype).copy_(grads[position])
 
 

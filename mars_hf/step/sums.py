@@ -179,10 +179,11 @@ def _clip(tensors: TensorList, square: Tensor) -> None:
 
 
 def _measure(tensors: TensorList, sums: Tensor, square: Tensor, metrics: StepMetrics) -> None:
+    fractions = [1.0 if shard is None else shard.numel / shard.whole_numel for shard in tensors.shards]
     metrics.add(
         sums,
         square,
-        tensors.fractions,
+        fractions,
         tensors.clip_threshold,
         has_last=bool(tensors.last_grad),
         group=counted_by(tensors.process_group),

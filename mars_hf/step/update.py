@@ -196,4 +196,5 @@ def _rounding(tensors: TensorList) -> rules.Rounding:
 def _seeds(tensors: TensorList) -> list[int]:
     """Return the noise seed of each entry: equal on all ranks that hold it, whatever else its list contains."""
     steps = [int(step.item()) for step in tensors.steps]
-    return [rules.noise_seed(*entry) for entry in zip(tensors.indices, steps, tensors.offsets, strict=True)]
+    offsets = [0 if shard is None else shard.slice.offset for shard in tensors.shards]
+    return [rules.noise_seed(*entry) for entry in zip(tensors.indices, steps, offsets, strict=True)]
