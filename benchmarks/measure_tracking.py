@@ -15,31 +15,34 @@ import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parent.parent / "recipes"))
-from pretraining.run import errors  # needs the line above
-
-if __name__ == "__main__":
-    errors.run("measure_tracking")  # above the imports that take seconds: it watches the launcher
-
 import argparse
 import os
 from typing import Any
 
 import pretrain_gpt2
 import tracking
-from pretraining import files
 from pretraining.run import arguments
+from pretraining.run.errors import one_line_errors
 from tracking import TrackingProbe
-from transformers import Trainer
+
+from mars_hf.compare import files
 
 
-@errors.one_line_errors("measure_tracking.py")
+@one_line_errors("measure_tracking.py")
 def main(argv: list[str] | None = None) -> None:
     """Train and measure; `argv` is the command line without the program's name."""
     settings, rest = parse(argv)
     moments = tracking.grid(settings.betas, settings.gammas, settings.clips)
     probes: list[TrackingProbe] = []
 
-    def add_probe(trainer: Trainer) -> None:
+    def add_probe(trainer: Any) -> None:
+        get = trainer.get_batch_samples
+
+        def keep(*args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+            trainer.step_batches, count = get(*args, **kwargs)  # Trainer gives them to no callback
+            return trainer.step_batches, count
+
+        trainer.get_batch_samples = keep
         probes.append(TrackingProbe(trainer, moments, settings.every, settings.batches))
         trainer.add_callback(probes[0])
 

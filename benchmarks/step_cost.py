@@ -44,11 +44,11 @@ from mars_hf import _compat
 from mars_hf.arithmetic.matrix_layouts import MatrixLayout
 from mars_hf.arithmetic.update_rules import update_rule
 from mars_hf.compare import picture
+from mars_hf.compare.files import write_json
 from mars_hf.step.lists import build_lists
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "recipes"))
-from pretraining.files import write_json  # noqa: E402
 from pretraining.run import model as gpt2  # noqa: E402
 from pretraining.run.arguments import ModelArguments  # noqa: E402
 

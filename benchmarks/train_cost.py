@@ -28,8 +28,8 @@ from transformers import default_data_collator
 from transformers.trainer_callback import PrinterCallback, TrainerCallback
 
 import mars_hf
+from mars_hf.compare.files import write_json
 
-from pretraining.files import write_json  # isort: skip
 from pretraining.run import arguments, model, optimizers  # isort: skip
 
 ADAMW, MARS, EXACT = "AdamW fused", "Mars", "Mars exact"

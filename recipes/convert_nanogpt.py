@@ -72,7 +72,6 @@ def from_nanogpt(source: Path, output: Path, activation_function: str | None = N
     except Exception as error:  # what a damaged or hostile file raises, no list covers
         raise ValueError(f"{path} is damaged, or holds more than tensors and plain values: {error!s:.200}") from error
     try:
-        _reject_repeated(checkpoint["model"], path.stat().st_size)
         model = _to_gpt2(checkpoint["model_args"], checkpoint["model"], activation_function)
     except (KeyError, TypeError, AttributeError, RuntimeError, ValueError) as error:
         raise ValueError(f"{path} is not a GPT-2 of nanoGPT's model.py: {type(error).__name__}: {error}") from error
@@ -91,13 +90,6 @@ def from_nanogpt(source: Path, output: Path, activation_function: str | None = N
     print(f"ready: {output}")
 
 
-def _reject_repeated(weights: dict[str, torch.Tensor], size: int) -> None:
-    """Raise ValueError for a tensor of more bytes than its file: it repeats a few, and reading it may take hours."""
-    for name, value in weights.items():
-        if value.nbytes > size:
-            raise ValueError(f"{name} of shape {tuple(value.shape)} has more elements than the file holds")
-
-
 def _to_gpt2(model_args: dict[str, Any], weights: dict[str, torch.Tensor], activation: str | None) -> GPT2LMHeadModel:
     """Return the model; weights keep their dtype."""
     # torch.compile and DistributedDataParallel put prefixes before names; attn.bias is a causal mask.
@@ -107,7 +99,6 @@ def _to_gpt2(model_args: dict[str, Any], weights: dict[str, torch.Tensor], activ
         if not name.endswith(".attn.bias")
     }
     end_of_text = 50256 if model_args["vocab_size"] in GPT2_VOCABULARY else None
-    pretrained.check_layers("model_args", "n_layer", model_args["n_layer"])
     config = GPT2Config(
         vocab_size=model_args["vocab_size"],
         n_positions=model_args["block_size"],

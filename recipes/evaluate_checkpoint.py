@@ -13,11 +13,6 @@ launch shares out the loss; tasks take one process.
 
 from __future__ import annotations
 
-from pretraining.run import errors
-
-if __name__ == "__main__":
-    errors.run("evaluate_checkpoint")  # above the imports that take seconds: it watches the launcher
-
 import json
 import logging
 import math
@@ -30,7 +25,8 @@ from accelerate import Accelerator
 from pretraining import pretrained
 from pretraining.data import embedded, token_files
 from pretraining.data.token_files import TokenDataset
-from pretraining.run import checks
+from pretraining.run import processes
+from pretraining.run.errors import one_line_errors
 from torch.nn import functional
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
@@ -67,11 +63,10 @@ class Arguments:
     use_cpu: bool = field(default=False, metadata={"help": "Do not use a GPU."})
 
 
-@errors.one_line_errors("evaluate_checkpoint.py")
+@one_line_errors("evaluate_checkpoint.py")
 def main(argv: list[str] | None = None) -> None:
     """Evaluate, write the results and print them; `argv` is the command line without the program's name."""
     (args,) = HfArgumentParser(Arguments).parse_args_into_dataclasses(argv)  # type: ignore[arg-type]
-    checks.numbers(vars(args))
     output = Path(args.output_file)
     output.parent.mkdir(parents=True, exist_ok=True)
     accelerator = Accelerator(cpu=args.use_cpu)
@@ -121,7 +116,6 @@ def held_out_loss(args: Arguments, model: Any, tokenizer: Any | None, accelerato
     ):
         raise ValueError(f"--model {args.model} has another tokenizer than {directory}; give data of its own tokenizer")
     blocks = TokenDataset(directory, "val", block, args.max_eval_blocks)
-    checks.batch("batch_size", args.batch_size, len(blocks))
     loss = mean_loss(model, blocks, accelerator, args)
     if not math.isfinite(loss):
         raise ValueError(f"--model {args.model}: the loss is {loss}; are its weights finite? Try --dtype float32")
@@ -187,3 +181,8 @@ def run_tasks(args: Arguments, model: Any, tokenizer: Any, names: list[str], man
     scores: Any = lm_eval.simple_evaluate(harness, tasks=names, task_manager=manager, **settings)
     print(make_table(scores))
     return {key: scores[key] for key in ("results", "versions", "n-shot", "n-samples") if key in scores}
+
+
+if __name__ == "__main__":
+    main()
+    processes.leave()

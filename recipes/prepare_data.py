@@ -35,11 +35,12 @@ import datasets
 import numpy as np
 import tiktoken
 from pretraining.data import sources, token_files
-from pretraining.files import locked
 from pretraining.run.errors import one_line_errors
 from tiktoken.load import read_file_cached
 from tqdm.auto import tqdm
 from transformers import GPT2Tokenizer
+
+from mars_hf.compare.files import locked
 
 CONTEXT = 1024  # of GPT-2
 _BATCH = 1000  # documents

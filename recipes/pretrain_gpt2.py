@@ -14,31 +14,27 @@ The command line overrides any setting of a config; --help lists them all.
 
 from __future__ import annotations
 
-from pretraining.run import errors
-
-if __name__ == "__main__":
-    errors.run("pretrain_gpt2")  # above the imports that take seconds: it watches the launcher
-
 import contextlib
 import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from pretraining import files
 from pretraining.data import embedded, token_files
 from pretraining.data.token_files import TokenDataset
-from pretraining.run import arguments, checkpoints, checks, model, optimizers, processes, report, resuming
+from pretraining.run import arguments, model, optimizers, processes, report, resuming
 from pretraining.run.arguments import RunArguments
-from pretraining.run.checkpoints import PretrainingTrainer
+from pretraining.run.errors import one_line_errors
+from pretraining.run.resuming import PretrainingTrainer
 from pretraining.run.torch_optimizers import GammaSchedule
 from transformers import default_data_collator, set_seed
 
 import mars_hf
+from mars_hf.compare.files import locked, write_json
 from mars_hf.groups.summary import summary
 
 
-@errors.one_line_errors("pretrain_gpt2.py")
+@one_line_errors("pretrain_gpt2.py")
 def main(argv: list[str] | None = None) -> None:
     """Train; `argv` is the command line without the program's name."""
     train(argv)
@@ -51,7 +47,7 @@ def train(argv: list[str] | None = None, prepare: Callable[[PretrainingTrainer],
     run.check_tokens()
     output = Path(str(run.training.output_dir))
     with contextlib.ExitStack() as stack:
-        processes.on_main(run.training, lambda: stack.enter_context(files.locked(output, "trains")))
+        processes.on_main(run.training, lambda: stack.enter_context(locked(output, "trains")))
         _train(run, output, prepare)
     return run
 
@@ -65,16 +61,12 @@ def _train(run: RunArguments, output: Path, prepare: Callable[[PretrainingTraine
     with training.main_process_first(desc="preparing data"):
         beside, size, corpus = output.absolute().parent / "data", run.data.embedded_vocab_size, run.data.embedded_corpus
         directory = Path(run.data.data_dir) if run.data.data_dir else embedded.prepare(beside, size, corpus)
-        source = token_files.load(directory, verify=run.data.verify_data and training.local_process_index == 0)
+        source = token_files.load(directory)
     train_set = TokenDataset(directory, "train", run.model.block_size)
     eval_set = TokenDataset(directory, "val", run.model.block_size, run.data.max_eval_blocks)
-    checks.batch("per_device_train_batch_size", training.per_device_train_batch_size, len(train_set))
-    checks.batch("per_device_eval_batch_size", training.per_device_eval_batch_size, len(eval_set))
-    if training.sample_tokens:
-        report.check_prompt(source.tokenizer, training.sample_prompt, run.model.block_size)
 
     # A new run, or a checkpoint of this one.
-    settings = resuming.settings_of(run, source.identity, training.world_size)
+    settings = resuming.settings_of(run, source.identity)
     resume = processes.on_main(training, lambda: resuming.choose(training, output, settings))
     if resume.is_complete:
         return
@@ -101,8 +93,6 @@ def _train(run: RunArguments, output: Path, prepare: Callable[[PretrainingTraine
         data_collator=default_data_collator,
         optimizer_cls_and_kwargs=optimizer,
         callbacks=callbacks,
-        run=resume.run,
-        resumed=resume.manifest,
     )
     stopping = processes.Stopping(trainer.accelerator)
     trainer.add_callback(stopping)
@@ -135,16 +125,15 @@ def _train(run: RunArguments, output: Path, prepare: Callable[[PretrainingTraine
 
     # Report.
     network.config.use_cache = True  # Trainer turns it off for training
-    with checkpoints.saving(output):
-        trainer.save_model()
-        trainer.save_state()
+    trainer.save_model()
+    trainer.save_state()
     if trainer.is_world_process_zero():
-        assert trainer.optimizer is not None
         metrics = report.summarize(
             trainer.state.log_history,
             bytes_per_token=source.bytes_per_token,
             tokens_per_step=run.count_tokens(),
-            train_runtime=trainer.earlier_seconds + result.metrics["train_runtime"],
+            train_runtime=result.metrics["train_runtime"],
+            first_step=resume.step,
         )
         header = {
             "optimizer": run.optimizer.optimizer,
@@ -154,12 +143,11 @@ def _train(run: RunArguments, output: Path, prepare: Callable[[PretrainingTraine
             "seed": training.seed,
             "dataset": source.name,
             "parameters": network.num_parameters(),
-            "groups": report.groups(trainer.optimizer.param_groups),
         }
         adamw = report.recorded_adamw(run)
         report.draw_losses(trainer.state.log_history, adamw, output / "losses.png")
         trainer.create_model_card(**card_facts)
-        files.write_json(output / "metrics.json", {**header, **metrics})  # last: it marks the run as complete
+        write_json(output / resuming.RESULT, {**header, **metrics})  # last: it marks the run as complete
         print_results(output, metrics, adamw[-1][1] if adamw else None)
     if training.push_to_hub:
         trainer.push_to_hub(**card_facts)
@@ -207,3 +195,8 @@ def print_results(output: Path, metrics: dict[str, Any], adamw: float | None) ->
         f"tokens per second {metrics['tokens_per_second']:,.0f}\n"
         f"checkpoint, model card, losses.png and metrics.json are in {output}"
     )
+
+
+if __name__ == "__main__":
+    main()
+    processes.leave()

@@ -39,8 +39,8 @@ COMPARE = "mars_hf/compare"
 ROOMS = {
     "mars_hf": (62, 14_900),
     COMPARE: (16, 2_300),
-    "recipes": (27, 3_900),
-    "tests": (110, 29_000),
+    "recipes": (23, 2_850),
+    "tests": (109, 28_500),
     "benchmarks": (14, 3_100),
 }
 MOST_SETTINGS, MOST_PUBLIC_NAMES = 32, 9

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 _LONGEST = 1024  # tokens of a block unless more are asked for: GPT-2's context
-_MOST_LAYERS = 1000  # a damaged file may ask for days of making them
 
 
 def load(name: str, dtype: str = "float32") -> Any:
@@ -21,7 +19,6 @@ def load(name: str, dtype: str = "float32") -> Any:
     Raises:
         ValueError: there is none, or some of its weights are missing.
     """
-    check_config(name)
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, trust_remote_code=False, output_loading_info=True
@@ -34,24 +31,6 @@ def load(name: str, dtype: str = "float32") -> Any:
             f"{name} lacks {len(missing)} weights of {type(model).__name__} (first: {missing[0]}); they would be random"
         )
     return model
-
-
-def check_config(name: str) -> None:
-    """Raise ValueError for a config.json with so many layers or labels that making them would not end."""
-    try:
-        config, _ = PreTrainedConfig.get_config_dict(name)
-    except OSError:  # `load` says what is missing
-        return
-    for part in (config, *(value for value in config.values() if isinstance(value, dict))):
-        for key, value in part.items():
-            if re.search(r"(^|_)(layers?|labels)$", key):
-                check_layers(f"config.json of {name}", key, value)
-
-
-def check_layers(where: str, key: str, value: Any) -> None:
-    """Raise ValueError for a number of layers that no model has."""
-    if isinstance(value, (int, float)) and value > _MOST_LAYERS:
-        raise ValueError(f"{where} has {key}={value}; models have at most {_MOST_LAYERS:,}. Is the file damaged?")
 
 
 def load_tokenizer(name: str) -> Any | None:

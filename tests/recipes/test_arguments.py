@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import re
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,10 +11,9 @@ import helpers
 import pretrain_gpt2
 import pytest
 import torch
-from pretraining.run import arguments, optimizers, report
+from pretraining.run import arguments, optimizers
 from pretraining.run.errors import one_line_errors
 from pretraining.run.torch_optimizers import GammaSchedule
-from test_pretrain_gpt2 import SCRIPT
 from transformers import TrainerControl, TrainerState
 
 import mars_hf
@@ -88,8 +85,6 @@ def test_config_section_and_command_line():
         ("--optimizer sgd", "optimizer 'sgd' is unknown; accepted: mars_adamw, mars_lion"),
         ("--optim adafactor", "--optim and --optim_args would be ignored; give --optimizer"),
         ("--max_steps -1", "--max_steps -1: the recipe does not count epochs; give a number of steps"),
-        ("--metric_for_best_model accuracy", "--metric_for_best_model accuracy: accepted: loss"),
-        (f"--max_steps {10**400}", "give a number below 2"),
         ("--lr_scheduler_kwargs 3", "must be a mapping.*; give --lr_scheduler_kwargs"),
         ("--lr_scheduler_type linear", "min_lr_rate.*; give --lr_scheduler_kwargs"),
         ("--optimizer adamw --gamma_schedule linear", "adamw has no gamma_schedule"),
@@ -102,36 +97,8 @@ def test_config_section_and_command_line():
         ("- 3", "mine.yaml holds no settings"),
         ("a: [", "mine.yaml is not YAML"),
         ("optimizers: {sgd: {}}", "optimizer 'sgd' is unknown"),
-        ("--optimizer mars-m", "optimizer 'mars-m' is unknown; did you mean 'mars_m'"),
         ("--optimizer=", "optimizer '' is unknown; accepted: mars_adamw"),
         ("optimizer: [mars_m]", r"optimizer \['mars_m'\] is unknown"),
-        ("optimizers: [mars_m]", r"optimizers=\['mars_m'\] is no mapping"),
-        ("optimizers: {mars_m: 3}", r"optimizers=\{'mars_m': 3\} is no mapping"),
-        ("--n_head 0", "--n_head 0: give an integer from 1 on"),
-        ("--n_head -1", "--n_head -1: give an integer from 1 on"),
-        ("--n_embd 0", "--n_embd 0: give an integer from 1 on"),
-        ("--n_inner 0", "--n_inner 0: give an integer from 1 on"),
-        ("--n_layer -1", "--n_layer -1: give an integer from 1 on"),
-        ("--n_layer 100000000", "such a model has over 10\\^12 parameters; give smaller numbers"),
-        ("--vocab_size 100000000000", "--vocab_size 100000000000: give an integer from 1 on, below 2"),
-        ("--block_size 0", "--block_size 0: give an integer from 1 on"),
-        ("--gradient_accumulation_steps 0", "--gradient_accumulation_steps 0: give an integer from 1 on"),
-        ("--per_device_train_batch_size 99999999999", "give an integer from 1 on, below 2"),
-        ("--n_embd 100 --n_head 3", "--n_embd 100 is no multiple of --n_head 3"),
-        ("--dropout nan", "--dropout nan: give a finite number"),
-        ("--dropout 1", r"--dropout 1.0: give a number in \[0, 1\)"),
-        ("--max_grad_norm inf", "--max_grad_norm inf: give a finite number"),
-        ("--activation_function geluu", "--activation_function geluu: accepted: .*gelu_new"),
-        ("--eval_accumulation_steps 0", "--eval_accumulation_steps 0: give an integer from 1 on"),
-        ("--dataloader_prefetch_factor -1", "--dataloader_prefetch_factor -1: give an integer from 1 on"),
-        ("--seed -1", "--seed -1: give an integer from 0 on"),
-        ("--neftune_noise_alpha -1", "--neftune_noise_alpha -1.0: give a number from 0 on"),
-        ("--label_names x", "--label_names x: the recipe's data have labels alone"),
-        ("--torch_compile_mode x", "--torch_compile_mode x: accepted: default, "),
-        ("--deepspeed 0", "--deepspeed 0: no such file; give a JSON file"),
-        ('--lr_scheduler_kwargs {"min_lr_rate":"x"}', "min_lr_rate.*unsupported .*; give --lr_scheduler_kwargs"),
-        ("--report_to carrier_pigeon", "--report_to carrier_pigeon: unknown, or not installed; here are: .*none"),
-        ("--release_gradients true", "--release_gradients with --max_grad_norm 1.0 .* give --max_grad_norm 0"),
         ("learning_rate: 2020-01-01", "mine.yaml is not YAML of settings: found timestamp; write a number, a word"),
         ("learning_rate: !!set {a, b}", "found set; write a number"),
         ("learning_rate: !!binary aGVsbG8=", "found binary; write a number"),
@@ -141,9 +108,8 @@ def test_config_section_and_command_line():
         pytest.param("learning_rate: " + "[" * 2000 + "]" * 2000, "nested too deeply", id="nested"),
         ("--config llama --optimizer mars_lion", "llama.yaml has no settings for mars_lion; give --learning_rate"),
         pytest.param(
-            "--config gpt2-small",  # all flags that it needs on CPU
-            "gpt2-small.yaml: tf32 needs an NVIDIA GPU.*; give --use_cpu true --tf32 false.* --data_dir .* "
-            "--gradient_accumulation_steps 32, or --tokens_per_step 0",
+            "--config gpt2-small",
+            "gpt2-small.yaml: tf32 needs an NVIDIA GPU.*; give --use_cpu true --tf32 false",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without a GPU"),
         ),
     ],
@@ -161,9 +127,8 @@ def test_wrong_settings(setting, words, capsys):
     ("batch", "accumulation", "devices", "block", "remedy"),
     [
         (15, 2, 16, 1024, None),
-        (3, 5, 7, 1024, "another --block_size or number of devices, whose product divides 491,520"),
-        (15, 4, 4, 1024, "--per_device_train_batch_size 15 --gradient_accumulation_steps 8"),
-        (15, 4, 3, 1024, "--per_device_train_batch_size 10 --gradient_accumulation_steps 16"),
+        (3, 5, 7, 1024, "another --per_device_train_batch_size"),
+        (15, 4, 4, 1024, "--gradient_accumulation_steps 8"),
     ],
 )
 def test_tokens_per_step(batch, accumulation, devices, block, remedy):
@@ -290,8 +255,6 @@ def test_gamma_schedule(shape, factors):
         state.global_step = step
         schedule.on_step_begin(None, state, TrainerControl(), optimizer=mars)
         assert mars.param_groups[0]["gamma"] == pytest.approx(0.1 * factor)
-    (described,) = report.groups([{**mars.param_groups[0], "role": "matrix"}])
-    assert described["gamma"] == 0.1  # the setting, not its last value
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------
@@ -302,14 +265,12 @@ def test_gamma_schedule(shape, factors):
     [
         (ValueError("two\n  lines"), 2, "program: two lines\n"),
         (OSError(errno.ENOSPC, "No space left", "/disk/x"), 2, "program: [Errno 28] No space left: '/disk/x'\n"),
-        (OverflowError("too large"), 2, "program: too large\n"),
-        (ValueError("\x1b[31mred " + "9" * 400), 2, f"program: \\x1b[31mred {'9' * 200}...\n"),
         (ImportError("install x"), 2, "program: install x\n"),
         (KeyboardInterrupt(), 130, "program: interrupted\n"),
         (KeyError("x"), None, ""),
         (SystemExit(3), 3, ""),
     ],
-    ids=["value", "system", "number", "text of others", "package", "ctrl-c", "ours", "exit"],
+    ids=["value", "system", "package", "ctrl-c", "ours", "exit"],
 )
 def test_errors_of_the_first_process(error, code, line, capsys, monkeypatch):
     """One line, unless they are mistakes of the program."""
@@ -320,59 +281,6 @@ def test_errors_of_the_first_process(error, code, line, capsys, monkeypatch):
         assert getattr(end.value, "code", None) == code
         assert end.value.__cause__ is error if line else end.value is error
         assert capsys.readouterr().err == printed
-    monkeypatch.setenv("LOCAL_RANK", "two")
-    with pytest.raises(SystemExit), one_line_errors("program"):
-        pass
-    assert "LOCAL_RANK=two in the environment is not a number" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP"])
-def test_plugins_without_their_launcher(name, capsys, monkeypatch):
-    monkeypatch.setenv(name, "true")
-    with pytest.raises(SystemExit), one_line_errors("program"):
-        pytest.fail("it began")
-    assert f"{name}=true in the environment is for accelerate launch; unset it" in capsys.readouterr().err
-    monkeypatch.setenv("RANK", "0")
-    with one_line_errors("program"):
-        pass
-
-
-ENDING = """
-from pretraining.run import errors
-
-if __name__ == "__main__":
-    errors.run("ending")
-
-import atexit
-
-class Kept:
-    def __del__(self):
-        print("the interpreter ends")
-
-kept = Kept()
-atexit.register(print, "at exit")
-
-def main():
-    print("done")
-"""
-
-
-@pytest.mark.parametrize(("processes", "last"), [("1", "the interpreter ends\n"), ("2", "")])
-def test_a_process_of_several_ends_before_the_interpreter(processes, last, tmp_path):
-    """Threads of gloo abort an interpreter that ends; what is registered to run at exit runs, and no output is lost."""
-    environment = {"WORLD_SIZE": processes, "PYTHONPATH": str(SCRIPT.parent)}
-    script = tmp_path / "ending.py"
-    script.write_text(ENDING)
-    ended = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment)
-    assert (ended.returncode, ended.stdout) == (0, f"done\nat exit\n{last}"), ended.stderr
-
-
-def test_help_sets_own_options_apart(capsys):
-    with pytest.raises(SystemExit):
-        pretrain_gpt2.main(["--help"])
-    first, _, second = capsys.readouterr().out.partition("\noptions of TrainingArguments:\n")
-    assert "\n  --n_layer " in first.partition("options of the recipe:\n")[2] and "\n  --n_layer " not in second
-    assert "\n  --learning_rate " in second and "\n  --learning_rate " not in first
 
 
 @pytest.mark.parametrize(
@@ -388,6 +296,5 @@ def test_help_states_the_defaults_of_the_config(argv, name, defaults, capsys):
         pretrain_gpt2.main([*argv, "--help"])
     words = " ".join(capsys.readouterr().out.split())
     assert f"Defaults are those of {name}." in words
-    assert words.index(" --optimizer ") < words.index(" --n_layer ") > words.index(" --config CONFIG ")
     for flag, value in defaults.items():
         assert re.search(rf" --{flag} [^-].*?\(default: (.*?)\)(?= --|$| options)", words)[1] == str(value), flag

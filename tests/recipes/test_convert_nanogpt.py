@@ -142,16 +142,11 @@ def test_padded_vocabulary_and_tokenizer(tmp_path, monkeypatch, capsys, at_hand)
         ({"config": {"x": print}}, "holds more than tensors and plain values"),  # unpickling would call what it names
         ({"model_args": {}}, "KeyError: 'vocab_size'"),
         ({"model": [1]}, "AttributeError"),
-        ({"model_args": content_of()["model_args"] | {"n_layer": 10**9}}, "model_args has n_layer=1000000000; models"),
         (content_of() | {"model_args": content_of(bias=True)["model_args"]}, 'Missing key(s) in state_dict: "transfo'),
         ({"model_args": content_of(vocab=41)["model_args"]}, "size mismatch for transformer.wte.weight"),
         ({"model": content_of()["model"] | {"lm_head.weight": torch.zeros(VOCAB, WIDTH)}}, "lm_head.weight differs"),
-        (
-            {"model": content_of()["model"] | {"transformer.wte.weight": torch.zeros(1, WIDTH).expand(2**31, WIDTH)}},
-            "transformer.wte.weight of shape (2147483648, ",
-        ),
     ],
-    ids=["code", "no args", "a list", "layers", "biases", "vocabulary", "head", "repeated"],
+    ids=["code", "no args", "a list", "biases", "vocabulary", "head"],
 )
 def test_other_contents(tmp_path, changes, line, capsys):
     path = save(tmp_path / "ckpt.pt", **changes)

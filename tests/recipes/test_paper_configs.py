@@ -81,12 +81,8 @@ def test_sizes_and_activations():
             48,
         )
         assert config.max_position_embeddings == 32 and network.lm_head.weight is network.model.embed_tokens.weight
-    for settings, words in (
-        ({"vocab_size": 40}, "vocab_size=40 is smaller than the tokenizer's 50"),
-        ({"n_head": 3}, "n_embd=8 must be a multiple of n_head=3"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            build(**settings)
+    with pytest.raises(ValueError, match="vocab_size=40 is smaller than the tokenizer's 50"):
+        build(vocab_size=40)
 
 
 # --- settings --------------------------------------------------------------------------------------------------------

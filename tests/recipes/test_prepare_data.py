@@ -21,7 +21,8 @@ import prepare_data
 import pytest
 import tiktoken
 from pretraining.data import embedded, sources, token_files
-from pretraining.files import locked
+
+from mars_hf.compare.files import locked
 
 END = 50256
 TEXTS = [
@@ -122,7 +123,7 @@ def test_sources_equal_reference(tmp_path, form, capsys):
     assert meta["settings"]["test_size"] == 0.0005 and meta["settings"]["seed"] == 2357
     assert f"{meta['train']['tokens']:,} tokens, 66 documents" in printed
     assert "less than one block of 1024" in printed and f"--data_dir {out}" in printed
-    loaded = token_files.load(out, verify=True)
+    loaded = token_files.load(out)
     tokens = {f"{split} tokens": meta[split]["sha256"] for split in ("train", "val")}
     assert loaded.identity == {"dataset": loaded.name, "vocabulary": 50257, **tokens}
     assert loaded.bytes_per_token == meta["val"]["bytes"] / meta["val"]["tokens"]
@@ -292,30 +293,9 @@ def folder(prepared, tmp_path):
     return shutil.copytree(prepared, tmp_path / "data")
 
 
-def token(index, value):
-    """Return a change of a file's contents that replaces a token."""
-    return lambda content: content[: 2 * index] + value.to_bytes(2, "little") + content[2 * index + 2 :]
-
-
-def change_val_bytes(value):
-    """Return a change of meta.json that replaces the bytes of the held-out text."""
-
-    def change(content):
-        meta = json.loads(content)
-        meta["val"]["bytes"] = value
-        return json.dumps(meta).encode()
-
-    return change
-
-
-@pytest.mark.parametrize(
-    "content", [b"{}", b"[]", b"{", b"\xff", b"[" * 10**5], ids=["{}", "[]", "{", "bytes", "brackets"]
-)
+@pytest.mark.parametrize("content", [b"{}", b"{", b"\xff"], ids=["{}", "{", "bytes"])
 def test_tokenizer_that_is_none(folder, content):
-    """With the hash that meta.json promises."""
     (folder / "tokenizer" / "tokenizer.json").write_bytes(content)
-    meta = json.loads((folder / "meta.json").read_text())
-    token_files.write_meta(folder, {key: value for key, value in meta.items() if key != "tokenizer_files"})
     with pytest.raises(ValueError, match=r"/tokenizer: transformers loads no tokenizer from it \(.*; copy the folder"):
         token_files.load(folder)
 
@@ -326,33 +306,18 @@ def test_tokenizer_that_is_none(folder, content):
         ("train.bin", lambda content: content[:-2], "/train.bin has {0:,} bytes, but meta.json promises {1:,}; copy"),
         ("train.bin", lambda content: content + b"xyz", "/train.bin has {2:,} bytes, but meta.json promises"),
         ("val.bin", None, "/val.bin has 0 bytes"),
-        ("val.bin", token(73, 50257), "/val.bin: token 73 is 50257, not below 50257, the"),
-        ("train.bin", token(170, 7), "/train.bin is not what was prepared: SHA-256 "),
-        ("train.bin", token(673, 50257), "/train.bin: token 673 is 50257"),  # not in the first chunk
-        ("tokenizer/tokenizer.json", lambda content: content + b" ", "/tokenizer: ['tokenizer.json'] is missing or"),
-        ("tokenizer/tokenizer.json", None, "/tokenizer: ['tokenizer.json'] is missing"),
         ("meta.json", None, " has no meta.json: make token files with prepare_data.py"),
-        ("meta.json", lambda _: _.replace(b"c.jsonl", b"c\\n"), r"/meta.json: dataset 'c\n' is not a name"),
         *(
             ("meta.json", lambda _, content=content: content, "/meta.json is damaged (")
             for content in (b"", b'{"dataset": "toy",\n', b"[1]", b"{}", b'{"vocab_size": 1}', b"\xff")
         ),
-        pytest.param("meta.json", lambda _: b"[" * 10**5 + b"]" * 10**5, "/meta.json is damaged (", id="brackets"),
-        *(
-            ("meta.json", change_val_bytes(value), f"/meta.json: val.bytes is {value!r}, not an integer from 1 on")
-            for value in (0, -1, 2.5, "x", True)
-        ),
     ],
 )
-def test_damaged_folder(folder, monkeypatch, name, change, words):
-    """What takes whole files to see is seen by `verify` alone."""
-    monkeypatch.setattr(token_files, "_CHUNK", 600)
+def test_damaged_folder(folder, name, change, words):
     path, size = folder / name, (folder / "train.bin").stat().st_size
     path.write_bytes(change(path.read_bytes())) if change else path.unlink()
-    if verify := "SHA-256" in words or "673" in words:
-        token_files.load(folder)
     with pytest.raises(ValueError) as error:
-        token_files.load(folder, verify=verify)
+        token_files.load(folder)
     message = str(error.value)
     assert message.startswith(f"{folder}{words.format(size - 2, size, size + 3)}") and "\n" not in message
 
@@ -361,7 +326,6 @@ def test_code_in_a_tokenizer_does_not_run(folder, monkeypatch):
     (folder / "tokenizer" / "own.py").write_text("raise SystemExit('it ran')\n")
     names = {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": ["own.Own", None]}}
     (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(names))
-    token_files.write_meta(folder, json.loads((folder / "meta.json").read_text()))
     monkeypatch.setattr(builtins, "input", lambda prompt: "y")
     with pytest.raises(ValueError, match="contains custom code"):
         token_files.load(folder)
@@ -408,7 +372,7 @@ def test_embedded_corpus(tmp_path, capsys, monkeypatch):
     assert corpus.fingerprint == hashlib.sha256(f"{sys.version_info[:3]} 20".encode() + content).hexdigest()
 
     folder = embedded.prepare(tmp_path / "data", vocab_size=300)
-    loaded = token_files.load(folder, verify=True)
+    loaded = token_files.load(folder)
     tokenizer, text = loaded.tokenizer, "def f():\n\treturn 'ß\N{SNOWMAN}'"
     assert (len(tokenizer), tokenizer.eos_token) == (300, embedded.END_OF_TEXT)
     assert tokenizer.decode(tokenizer(text).input_ids) == text

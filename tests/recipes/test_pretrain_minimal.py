@@ -1,14 +1,11 @@
-"""The recipe to copy: one file that trains, logs MARS's metrics, resumes, and names what is wrong with its input."""
+"""The recipe to copy: one file that trains, logs MARS's metrics and resumes."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-import shutil
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pretrain_minimal
@@ -70,18 +67,15 @@ def test_mars_m_is_the_default(whole):
     assert json.loads((whole / "mars.json").read_text(encoding="utf-8"))["create"]["mars_type"] == "mars-m"
 
 
-@pytest.mark.parametrize("rule", ["mars_adamw", pytest.param("adamw_torch", marks=pytest.mark.slow)])
-def test_other_rules_by_name(tokens, tmp_path, rule):
-    assert_trained(run(tmp_path / "run", tokens, "--optim", rule, "--learning_rate", "1e-3"), rule)
+def test_adamw_is_the_baseline(tokens, tmp_path):
+    argv = ["--optim", "adamw_torch", "--learning_rate", "6e-4", "--weight_decay", "0.1"]
+    assert_trained(run(tmp_path / "run", tokens, *argv), "adamw_torch")
 
 
 def test_resume_to_the_bit(whole, tokens, tmp_path):
-    """From the newest checkpoint of a run killed after step 3, and from a path into another folder."""
-    killed = tmp_path / "killed"
-    shutil.copytree(whole / "checkpoint-3", killed / "checkpoint-3")
-    for output, start in ((killed, "True"), (tmp_path / "by path", str(whole / "checkpoint-3"))):
-        assert run(output, tokens, "--resume_from_checkpoint", start) == log_of(whole)
-        assert equal_weights(whole, output)
+    """From the checkpoint after step 3, into another folder."""
+    resumed = run(tmp_path / "run", tokens, "--resume_from_checkpoint", str(whole / "checkpoint-3"))
+    assert resumed == log_of(whole) and equal_weights(whole, tmp_path / "run")
 
 
 @pytest.fixture(scope="module")
@@ -96,109 +90,36 @@ def texts(tmp_path_factory) -> tuple[Path, Path]:
 
 
 def test_texts_are_tokenized(texts, tmp_path):
-    """A file is a document that ends with the end of text; a share is held out; the model comes with its tokenizer."""
+    """The end of the texts is held out; the model comes with the tokenizer."""
     folder, tokenizer = texts
     argv = [*TINY, "--dataset_name", str(folder), "--tokenizer_name", str(tokenizer), "--vocab_size", "320"]
-    pretrain_minimal.main([*argv, "--output_dir", str(tmp_path)])
-    log = log_of(tmp_path)
+    trainer = pretrain_minimal.main([*argv, "--output_dir", str(tmp_path)])
+    log, read = log_of(tmp_path), AutoTokenizer.from_pretrained(tmp_path)
     assert len([row for row in log if "mars/update_rms" in row]) == 6 and log[-1]["eval_loss"] < math.log(320)
-    read = AutoTokenizer.from_pretrained(tmp_path)
-    args = pretrain_minimal.Arguments(dataset_name=str(folder), block_size=BLOCK)
-    parts = [part["input_ids"] for part in pretrain_minimal.tokenized(args, read)]
-    stream = [
-        token
-        for number in range(3)
-        for token in [*read((folder / f"{number}.txt").read_text())["input_ids"], read.eos_token_id]
-    ]
-    blocks = [stream[at : at + BLOCK] for at in range(0, len(stream) - BLOCK + 1, BLOCK)]
-    assert sorted([*parts[0], *parts[1]]) == sorted(blocks) and len(parts[1]) == 1
-
-
-@pytest.mark.parametrize(
-    ("argv", "line"),
-    [
-        ("--vocab_size 64", "--vocab_size 64: the tokenizer has "),
-        ("--block_size 5000", "is shorter than two sequences of --block_size 5000 tokens"),
-        ("--text_column body", "--text_column body: the columns are text"),
-        ("--dataset_name gone", "gone"),
-    ],
-)
-def test_texts_that_do_not_fit(texts, tmp_path, capsys, argv, line):
-    folder, tokenizer = map(str, texts)
-    words = [*TINY, "--dataset_name", folder, "--tokenizer_name", tokenizer, "--vocab_size", "320", *argv.split()]
-    with pytest.raises(SystemExit) as end:
-        pretrain_minimal.main([*words, "--output_dir", str(tmp_path)])
-    assert end.value.code == 2 and line in capsys.readouterr().err.strip().splitlines()[-1]
+    stream = [token for row in [*trainer.train_dataset, *trainer.eval_dataset] for token in row["input_ids"]]
+    whole = "".join(f"{path.read_text()}{read.eos_token}" for path in sorted(folder.iterdir()))
+    assert whole.startswith(read.decode(stream)) and len(trainer.eval_dataset) == 1
 
 
 def test_blocks_cover_the_file(tokens):
-    args = pretrain_minimal.Arguments(block_size=BLOCK, vocab_size=VOCAB)
-    data, file = pretrain_minimal.TokenFile(tokens / "train.bin", args), np.fromfile(tokens / "train.bin", "<u2")
+    data, file = pretrain_minimal.TokenFile(tokens / "train.bin", BLOCK), np.fromfile(tokens / "train.bin", "<u2")
     assert len(data) == 40
     ids = np.concatenate([data[index]["input_ids"] for index in range(len(data))])
     assert ids.tolist() == file[: 40 * BLOCK].tolist()
     assert data[1]["labels"].tolist() == [-100, *file[BLOCK + 1 : 2 * BLOCK].tolist()]
 
 
-@pytest.mark.parametrize(
-    ("argv", "line"),
-    [
-        ("--data_dir .", "--data_dir . has no train.bin; give a folder with train.bin and val.bin"),
-        ("--dataset_name half", "give the text: either --dataset_name, or --data_dir with train.bin and val.bin"),
-        ("--data_dir half", "--data_dir half has no val.bin; give a folder"),
-        ("--data_dir empty", "--block_size 16: empty/train.bin has 0 tokens; give at least 1, at most those"),
-        ("--block_size 145", "val.bin has 144 tokens; give at least 1, at most those"),
-        ("--block_size 0", "--block_size 0: "),
-        ("--vocab_size 50", "/train.bin has token id 63; give at least 64"),
-        ("--n_head 0", "--n_head 0: give at least 1"),
-        ("--n_layer -1", "--n_layer -1: give at least 1"),
-        ("--learning_rate nan", "--learning_rate nan: give a number >= 0"),
-        ("--report_to wandb", "wandb"),
-        ("--n_head 3", "divisible by num_heads"),
-        ("--resume_from_checkpoint True", "True: no checkpoint there; give the folder of one, True for the newest"),
-        ("--resume_from_checkpoint gone", "--resume_from_checkpoint gone: no checkpoint there; give the folder"),
-        ("--optim mars", "--optim: invalid choice: 'mars'"),
-        ("--optim_args gama=1", "gama"),
-        ("--blocksize 16", "['--blocksize', '16']"),
-    ],
-)
-def test_wrong_input_is_one_line(tokens, tmp_path, monkeypatch, capsys, argv, line):
-    monkeypatch.chdir(tmp_path)
-    for folder in ("half", "empty"):
-        Path(folder).mkdir()
-    shutil.copy(tokens / "train.bin", "half")
-    Path("empty", "train.bin").touch()
-    with pytest.raises(SystemExit) as end:
-        run(tmp_path / "run", tokens, *argv.split())
-    message = capsys.readouterr().err.strip().splitlines()[-1]
-    assert end.value.code == 2 and message.startswith("pretrain_minimal.py: error: ") and line in message
-
-
-def test_processes_that_do_not_know_of_each_other_stop(monkeypatch):
-    training: Any = SimpleNamespace(world_size=1)
-    monkeypatch.setenv("WORLD_SIZE", "2")  # as a config for GPUs does on a machine without them
-    with pytest.raises(ValueError, match="processes are not connected, so each would train alone; add --use_cpu true"):
-        pretrain_minimal.build(pretrain_minimal.Arguments(), training)
-
-
-# Relative to the largest element of a tensor; tests/distributed/test_parity.py has them too.
-BARS = {"mars_adamw": 5e-5, "mars_m": 1e-5}
-
-
 @pytest.mark.slow
 @pytest.mark.multiprocess
-@pytest.mark.parametrize("rule", BARS)
-def test_two_processes_give_the_weights_of_one(tokens, tmp_path, rule):
+def test_two_processes_give_the_weights_of_one(tokens, tmp_path):
     """With the same batches; eps keeps the rounding noise in the gradients of key biases from becoming steps."""
-    argv = ["--optim", rule, "--adam_epsilon", "1e-5"]
-    if rule == "mars_m":
-        argv += ["--optim_args", "ns_dtype=float32"]
+    argv = ["--adam_epsilon", "1e-5", "--optim_args", "ns_dtype=float32"]
     run(tmp_path / "one", tokens, *argv)
     words = [*TINY, "--data_dir", tokens, "--output_dir", tmp_path / "two", *argv]
     ended = launch(*words, "--per_device_train_batch_size", "2", script=SCRIPT, config="cpu_ddp")
     assert "find_unused_parameters=True" not in ended.stderr
-    assert_trained(log_of(tmp_path / "two"), rule)
+    assert_trained(log_of(tmp_path / "two"), "mars_m")
     one, two = weights(tmp_path / "one"), weights(tmp_path / "two")
     assert one.keys() == two.keys()
     for name, expected in one.items():
-        assert (two[name] - expected).abs().max() <= BARS[rule] * expected.abs().max(), name
+        assert (two[name] - expected).abs().max() <= 1e-5 * expected.abs().max(), name

@@ -217,8 +217,6 @@ def test_run_is_measured_and_not_changed(tokens, tmp_path, capsys, optimizer, be
 
     run(tmp_path / "plain", tokens, *argv)
     assert equal_weights(output, tmp_path / "plain")
-    with refused("holds a finished run"):
-        measure_tracking.main(measured)
 
 
 @pytest.mark.parametrize(

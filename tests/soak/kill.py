@@ -4,16 +4,16 @@
     python tests/soak/kill.py --runs 40 --output_file kills.json
     python tests/soak/kill.py --steps 20000     # one long run against one with five stops, and its memory
 
-A trial starts a small run, kills it once or twice, resumes it with --resume_from_checkpoint auto, and lets it finish.
+A trial starts a small run, kills it once or twice, resumes it with --resume_from_checkpoint true, and lets it finish.
 Each kill has an aim:
 
     anytime     SIGKILL to all of its processes, at a random time
     checkpoint  the same, up to 60 ms after a checkpoint's folder appears: while it is written
-    result      the same, up to 600 ms after the last checkpoint is sealed: while the result is written
+    result      the same, up to 600 ms after the last checkpoint is whole: while the result is written
     launcher    SIGKILL to `accelerate launch` alone, at a random time; its worker must end by itself
     term        SIGTERM, at a random time: the run saves and ends
 
-Weights, results and log lines (all but their times) must be those of the run that was not killed. Memory is the
+Weights, results and held-out losses must be those of the run that was not killed. Memory is the
 process's resident set, sampled from outside; its growth is the median of the last quarter less that of the second.
 """
 
@@ -23,6 +23,7 @@ import argparse
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import statistics
@@ -89,7 +90,7 @@ SMALL = [
     "--save_steps",
     "4",
     "--resume_from_checkpoint",
-    "auto",
+    "true",
 ]
 TINY = ["--n_embd", "16", "--n_head", "1", "--block_size", "8", "--per_device_train_batch_size", "2", "--dropout", "0"]
 TINY += ["--warmup_steps", "100", "--logging_steps", "500", "--eval_steps", "5000", "--save_total_limit", "2"]
@@ -128,13 +129,13 @@ def kill(process: subprocess.Popen[bytes], output: Path, aim: str, chance: rando
     skipped = chance.randrange(STEPS // 4)
 
     def is_writing() -> bool:
-        """Return whether a checkpoint is begun and not sealed; a random one of those to come."""
-        begun = [path for path in output.glob("checkpoint-*") if not (path / "manifest.json").exists()]
+        """Return whether a checkpoint is begun and not whole; a random one of those to come."""
+        begun = [path for path in output.glob("checkpoint-*") if not (path / "trainer_state.json").exists()]
         return any(int(path.name.partition("-")[2]) > 4 * skipped for path in begun)
 
     moments: dict[str, tuple[float, Callable[[], bool]]] = {
         "checkpoint": (0.06, is_writing),
-        "result": (0.6, lambda: (output / f"checkpoint-{STEPS}" / "manifest.json").exists()),
+        "result": (0.6, lambda: (output / f"checkpoint-{STEPS}" / "trainer_state.json").exists()),
     }
     latest, is_ready = moments.get(aim, (1.1 * seconds, lambda: True))
     while process.poll() is None and not is_ready():
@@ -157,17 +158,23 @@ def difference(reference: Path, output: Path) -> str | None:
     first, second = (load_file(folder / "model.safetensors") for folder in (reference, output))
     if first.keys() != second.keys() or any(not torch.equal(first[name], second[name]) for name in first):
         return "other weights"
-    for name, key in (("metrics.json", None), ("trainer_state.json", "log_history")):
-        one, two = (json.loads((folder / name).read_text()) for folder in (reference, output))
-        if _without_times(one[key] if key else one) != _without_times(two[key] if key else two):
-            return f"another {name}"
-    return None
+    results, logs = (
+        [_read(folder / name) for folder in (reference, output)] for name in ("metrics.json", "trainer_state.json")
+    )
+    if _comparable(results[0]) != _comparable(results[1]):
+        return "another metrics.json"
+    evaluations = [[_comparable(row) for row in log["log_history"] if "eval_loss" in row] for log in logs]
+    return None if evaluations[0] == evaluations[1] else "another trainer_state.json"
 
 
-def _without_times(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _without_times(v) for k, v in value.items() if "runtime" not in k and "second" not in k}
-    return [_without_times(one) for one in value] if isinstance(value, list) else value
+def _read(path: Path) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(path.read_text())
+    return content
+
+
+def _comparable(row: dict[str, Any]) -> dict[str, Any]:
+    """Leave out times, and training losses: the first after a resume is that of the steps since."""
+    return {name: value for name, value in row.items() if not re.search("runtime|second|train_loss", name)}
 
 
 def prepare(folder: Path) -> Path:

@@ -58,7 +58,7 @@ def test_the_others_end_when_one_of_three_is_killed(tmp_path):
     launcher += ["--main_process_port", "0"]  # a free one: other tests launch, too
     argv = ["--use_cpu", "true", "--save_steps", "10", "--max_steps"]
     process, deadline = kill.start(output, data, [*argv, "4000"], launcher), time.monotonic() + 300
-    while not list(output.glob("checkpoint-*/manifest.json")):
+    while not list(output.glob("checkpoint-*/trainer_state.json")):
         assert process.poll() is None and time.monotonic() < deadline, output.with_suffix(".log").read_text()[-3000:]
         time.sleep(0.2)
     workers = [one for one in kill.family(process.pid) if one.environ().get("RANK")]
@@ -68,7 +68,7 @@ def test_the_others_end_when_one_of_three_is_killed(tmp_path):
     assert process.wait(60) != 0
     _, alive = psutil.wait_procs(workers, timeout=60 - (time.monotonic() - killed))
     assert not alive
-    step = max(int(path.parent.name.partition("-")[2]) for path in output.glob("checkpoint-*/manifest.json"))
+    step = max(int(path.parent.name.partition("-")[2]) for path in output.glob("checkpoint-*/trainer_state.json"))
     code = kill.end(kill.start(output, data, [*argv, str(step + 5)], launcher), [])
     assert code == 0, output.with_suffix(".log").read_text()[-3000:]
     assert json.loads((output / "metrics.json").read_text())["steps"] == step + 5

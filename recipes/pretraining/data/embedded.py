@@ -20,8 +20,8 @@ from tokenizers.implementations import ByteLevelBPETokenizer
 from tqdm.auto import tqdm
 from transformers import PreTrainedTokenizerFast
 
+from mars_hf.compare.files import locked
 from pretraining.data import token_files
-from pretraining.files import locked
 
 END_OF_TEXT = "<|endoftext|>"
 NAMES = {"stdlib": "python-standard-library", "torch-headers": "torch-headers"}  # corpus to data set, in results

@@ -6,18 +6,16 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, make_dataclass
+from dataclasses import dataclass, field, make_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
-from transformers import HfArgumentParser, TrainingArguments
-from transformers.activations import ACT2FN
+from transformers import HfArgumentParser, TrainingArguments, get_scheduler
 
 from mars_hf.groups import plain_yaml
 from mars_hf.groups.effects import may_read
 from mars_hf.groups.settings import MARS_TYPES, PAIR_KEYS, SETTINGS
-from pretraining.run import checks
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -52,7 +50,6 @@ class DataArguments:
     """Source of the tokens."""
 
     data_dir: str | None = _option(None, "Folder made by prepare_data.py; left out: the embedded corpus.")
-    verify_data: bool = _option(False, "Read the token files whole before training: hashes and every id.")
     embedded_corpus: Literal["stdlib", "torch-headers"] = _option(
         "stdlib", "stdlib (Python's standard library) or torch-headers (C++), which nothing was tuned on."
     )
@@ -120,10 +117,10 @@ OPTIMIZERS: dict[str, tuple[str, ...]] = {
 class PretrainingArguments(TrainingArguments):
     """transformers.TrainingArguments plus the recipe's own settings."""
 
+    _argument_group_name = "options of the Trainer, and of the run at their end"
     output_dir: str | None = _option(None, "Where the run goes; left out: runs/CONFIG-OPTIMIZER, or ...-exact.")
-    overwrite_output_dir: bool = _option(False, "Start again in a folder that holds a finished run.")
     resume_from_checkpoint: str | None = _option(
-        None, "true: the newest whole checkpoint; auto: the same, or a new run without one; or a checkpoint's path."
+        None, "true: the newest whole checkpoint, or a new run where there is none; or a checkpoint's path."
     )
     tokens_per_step: int | None = _option(
         None,
@@ -155,21 +152,16 @@ class RunArguments(NamedTuple):
 
     def check_tokens(self) -> None:
         """Raise ValueError if the tokens of a step are not `tokens_per_step`; the message says what to change."""
-        training, block, wanted = self.training, self.model.block_size, self.training.tokens_per_step
+        training, wanted = self.training, self.training.tokens_per_step
         if not wanted or self.count_tokens() == wanted:
             return
-        devices = training.world_size * max(1, training.n_gpu)
-        sequences = wanted // block // devices  # of a device; the largest batch that fits where the configured one fits
-        batches = [size for size in range(1, training.per_device_train_batch_size + 1) if sequences % size == 0]
-        if wanted == sequences * block * devices:
-            flags = "--per_device_train_batch_size {} --gradient_accumulation_steps {}"
-            remedy = flags.format(batches[-1], sequences // batches[-1])
-        else:
-            remedy = f"another --block_size or number of devices, whose product divides {wanted:,}"
+        steps, rest = divmod(wanted * training.gradient_accumulation_steps, self.count_tokens())
+        flag = "another --per_device_train_batch_size" if rest else f"--gradient_accumulation_steps {steps}"
         raise ValueError(
             f"a step has {self.count_tokens():,} tokens ({training.train_batch_size} sequences x "
-            f"{training.gradient_accumulation_steps} accumulation steps x {training.world_size} processes x {block:,} "
-            f"tokens), but tokens_per_step is {wanted:,}; give {remedy}, or --tokens_per_step 0 for any number"
+            f"{training.gradient_accumulation_steps} accumulation steps x {training.world_size} processes x "
+            f"{self.model.block_size:,} tokens), but tokens_per_step is {wanted:,}; give {flag}, or --tokens_per_step "
+            "0 for any number"
         )
 
 
@@ -177,24 +169,13 @@ def parse(argv: Sequence[str] | None = None) -> RunArguments:
     """Return the settings of `read` as dataclasses; making TrainingArguments initializes the device.
 
     Raises:
-        ValueError: the config is for GPUs, and there is none; the message names all flags that it needs on CPU.
+        ValueError: the config is for GPUs, and there is none.
     """
     values, path = read(argv)
-    is_for_gpus = values.tf32 and not torch.cuda.is_available()
-    if is_for_gpus:
-        values.use_cpu, values.tf32 = True, False
+    if values.tf32 and not torch.cuda.is_available():
+        raise ValueError(f"{path.name}: tf32 needs an NVIDIA GPU, and there is none; give --use_cpu true --tf32 false")
     model, data, optimizer, training = _parser().parse_dict(vars(values), allow_extra_keys=True)
-    run = RunArguments(model, data, optimizer, training, path)
-    if not is_for_gpus:
-        return run
-    problems = ["tf32 needs an NVIDIA GPU, and there is none; give --use_cpu true --tf32 false"]
-    if run.data.data_dir and not Path(run.data.data_dir, "meta.json").is_file():
-        problems.append(f"{run.data.data_dir} holds no tokens; give --data_dir and a folder of prepare_data.py")
-    try:
-        run.check_tokens()
-    except ValueError as error:
-        problems.append(str(error))
-    raise ValueError(f"{path.name}: {'. Also, '.join(problems)}")
+    return RunArguments(model, data, optimizer, training, path)
 
 
 def read(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Path]:
@@ -221,12 +202,10 @@ def read(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Path]:
     path = _find(known.config)
     settings = _read(path)
     sections = settings.pop("optimizers", None) or {}
-    if not isinstance(sections, dict) or not all(isinstance(section or {}, dict) for section in sections.values()):
-        raise ValueError(f"{path.name}: optimizers={sections!r} is no mapping of optimizers to their settings")
     chosen = settings.get("optimizer", "mars_adamw") if known.optimizer is None else known.optimizer
     for name in (chosen, *sections):
         if str(name) not in OPTIMIZERS:
-            raise ValueError(f"optimizer {name!r} is unknown{_meant(str(name))}; accepted: {', '.join(OPTIMIZERS)}")
+            raise ValueError(f"optimizer {name!r} is unknown; accepted: {', '.join(OPTIMIZERS)}")
     settings |= sections.get(chosen) or {}
     if sections and chosen not in sections and "learning_rate" not in " ".join([*settings, *argv]).replace("-", "_"):
         raise ValueError(f"{path.name} has no settings for {chosen}; give --learning_rate")
@@ -243,42 +222,24 @@ def read(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, Path]:
     _check_names(values)
     if values.output_dir is None:
         values.output_dir = f"runs/{path.stem}-{chosen}" + ("-exact" if values.is_approx is False else "")
-    checks.numbers(vars(values))
-    checks.words(vars(values))
-    checks.schedule(values.lr_scheduler_type, values.lr_scheduler_kwargs)
-    _check_model(values)
-    _check_run(values)
+    _check_schedule(values.lr_scheduler_type, values.lr_scheduler_kwargs)
     return values, path
 
 
-class RecipeParser(HfArgumentParser):
-    """HfArgumentParser whose --help sets a recipe's own options apart, above those that it inherits."""
-
-    def __init__(self, dataclasses: Any, inherited: type[TrainingArguments], **options: Any) -> None:
-        """Build the parser; `inherited` is the class of transformers or TRL among the dataclasses or their bases."""
-        super().__init__(dataclasses, **options)
-        self._optionals.title = "options of the recipe"
-        names = {each.name for each in fields(inherited)}
-        of_base = self.add_argument_group(f"options of {inherited.__name__}")
-        for action in list(self._optionals._group_actions):  # argparse has no public way to move one
-            if action.dest in names:
-                self._optionals._group_actions.remove(action)
-                of_base._group_actions.append(action)
-
-
 def _parser() -> HfArgumentParser:
-    parser = RecipeParser(
-        (ModelArguments, DataArguments, OptimizerArguments, PretrainingArguments),
-        TrainingArguments,
+    kinds: Any = (ModelArguments, DataArguments, OptimizerArguments, PretrainingArguments)
+    parser = HfArgumentParser(
+        kinds,
         usage="%(prog)s [--config NAME|FILE] [--SETTING VALUE ...]",
         description="Pretrain GPT-2 or Llama with MARS, AdamW, NAdamW or Muon.",
         allow_abbrev=False,
     )
-    shipped = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.yaml")))
-    parser.add_argument("--config", default="embedded", help=f"YAML file of settings, or one of {shipped}.")
-    own = parser._optionals._group_actions
-    own.sort(key=lambda action: action.dest not in ("help", "config", "optimizer"))  # those first
+    parser.add_argument("--config", default="embedded", help=f"YAML file of settings, or one of {_shipped()}.")
     return parser
+
+
+def _shipped() -> str:
+    return ", ".join(sorted(path.stem for path in CONFIGS.glob("*.yaml")))
 
 
 def _find(name: str) -> Path:
@@ -286,8 +247,7 @@ def _find(name: str) -> Path:
     for path in (Path(name), CONFIGS / f"{name}.yaml"):
         if path.is_file():
             return path
-    shipped = ", ".join(sorted(path.stem for path in CONFIGS.glob("*.yaml")))
-    raise ValueError(f"--config {name!r}: no such file, and not one of the shipped ones ({shipped})")
+    raise ValueError(f"--config {name!r}: no such file, and not one of the shipped ones ({_shipped()})")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -306,47 +266,20 @@ def _check_names(values: argparse.Namespace) -> None:
         raise ValueError("--optim and --optim_args would be ignored; give --optimizer, and settings as --gamma 0.1")
     if values.max_steps <= 0:
         raise ValueError(f"--max_steps {values.max_steps}: the recipe does not count epochs; give a number of steps")
-    if values.metric_for_best_model not in (None, "loss", "eval_loss"):
-        raise ValueError(f"--metric_for_best_model {values.metric_for_best_model}: accepted: loss, the held-out one")
     accepted = OPTIMIZERS[values.optimizer]
     for name in dict.fromkeys(name for names in OPTIMIZERS.values() for name in names):
         if name not in accepted and getattr(values, name) is not None:
             raise ValueError(f"--{name}: optimizer {values.optimizer} has no {name}; it takes {', '.join(accepted)}")
 
 
-def _meant(name: str) -> str:
-    """Return a hint at the optimizer that has this name elsewhere."""
-    ours = name.lower().replace("-", "_")
-    return f"; did you mean {ours!r}?" if ours in OPTIMIZERS else ""
-
-
-_MOST_PARAMETERS = 10**12
-
-
-def _check_model(values: argparse.Namespace) -> None:
-    """Raise ValueError for a model that cannot be made."""
-    if not 0 <= values.dropout < 1:
-        raise ValueError(f"--dropout {values.dropout}: give a number in [0, 1)")
-    if values.activation_function not in ACT2FN:
-        raise ValueError(f"--activation_function {values.activation_function}: accepted: {', '.join(sorted(ACT2FN))}")
-    if values.n_embd % values.n_head:
-        raise ValueError(f"--n_embd {values.n_embd} is no multiple of --n_head {values.n_head}")
-    inner = values.n_inner or 4 * values.n_embd
-    of_block = values.n_embd * (4 * values.n_embd + 2 * inner)
-    rows = (values.vocab_size or 0) + values.block_size
-    if values.n_layer * of_block + rows * values.n_embd > _MOST_PARAMETERS:
+def _check_schedule(kind: Any, settings: Any) -> None:
+    """Raise ValueError for settings that a schedule does not take, such as those of the config's with another kind."""
+    optimizer = torch.optim.SGD([torch.zeros(1)])
+    try:
+        settings = json.loads(settings) if isinstance(settings, str) else settings
+        get_scheduler(kind, optimizer, 1, 10, scheduler_specific_kwargs=settings)
+    except (TypeError, ValueError) as error:
         raise ValueError(
-            f"--n_layer {values.n_layer} --n_embd {values.n_embd} --vocab_size {values.vocab_size} --block_size "
-            f"{values.block_size}: such a model has over 10^12 parameters; give smaller numbers"
-        )
-
-
-def _check_run(values: argparse.Namespace) -> None:
-    """Raise ValueError for steps that the run could not make."""
-    changes_gradients = values.max_grad_norm or values.gradient_accumulation_steps > 1 or values.fp16
-    if values.release_gradients and changes_gradients:
-        raise ValueError(
-            f"--release_gradients with --max_grad_norm {values.max_grad_norm} --gradient_accumulation_steps "
-            f"{values.gradient_accumulation_steps} --fp16 {values.fp16}: parameters step inside backward(); give "
-            "--max_grad_norm 0, --gradient_accumulation_steps 1 and no fp16"
-        )
+            f"--lr_scheduler_type {kind} with {settings!r:.200}: {error}; give --lr_scheduler_kwargs "
+            "'{\"NAME\": VALUE}', or '{}' for none"
+        ) from None

@@ -21,16 +21,11 @@ def build(arguments: ModelArguments, vocab_size: int, end_of_text: int) -> PreTr
         end_of_text: id of the end-of-text token.
 
     Raises:
-        ValueError: the vocabulary does not fit, or sizes do not divide one another.
+        ValueError: the vocabulary does not fit.
     """
     if arguments.vocab_size is not None and arguments.vocab_size < vocab_size:
         raise ValueError(
             f"vocab_size={arguments.vocab_size} is smaller than the tokenizer's {vocab_size}; remove the setting"
-        )
-    heads, kv_heads = arguments.n_head, arguments.n_kv_head or arguments.n_head
-    if arguments.n_embd % heads or heads % kv_heads:
-        raise ValueError(
-            f"n_embd={arguments.n_embd} must be a multiple of n_head={heads}, and that of n_kv_head={kv_heads}"
         )
     shared: dict[str, Any] = {
         "vocab_size": arguments.vocab_size or vocab_size,
@@ -43,7 +38,7 @@ def build(arguments: ModelArguments, vocab_size: int, end_of_text: int) -> PreTr
             **shared,
             n_positions=arguments.block_size,
             n_layer=arguments.n_layer,
-            n_head=heads,
+            n_head=arguments.n_head,
             n_embd=arguments.n_embd,
             n_inner=arguments.n_inner,
             activation_function=arguments.activation_function,
@@ -57,8 +52,8 @@ def build(arguments: ModelArguments, vocab_size: int, end_of_text: int) -> PreTr
             **shared,
             max_position_embeddings=arguments.block_size,
             num_hidden_layers=arguments.n_layer,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
+            num_attention_heads=arguments.n_head,
+            num_key_value_heads=arguments.n_kv_head or arguments.n_head,
             hidden_size=arguments.n_embd,
             intermediate_size=arguments.n_inner or 4 * arguments.n_embd,
             attention_dropout=arguments.dropout,

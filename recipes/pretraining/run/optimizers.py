@@ -61,25 +61,18 @@ class TorchFactory:
 
 def _group_of(group: dict[str, Any], optimizer: str) -> dict[str, Any]:
     """Return the group of torch's optimizer for a group of `mars_hf.create`."""
-    takes_muon = optimizer == "muon" and group["role"] == "matrix"
     settings = {
         "params": list(zip(group["param_names"], group["params"], strict=True)),
         "role": group["role"],
-        "rule": optimizer,
         "lr": group["lr"],
         "weight_decay": group["weight_decay"],
     }
     if optimizer == "muon":
-        settings["transposed"] = _is_transposed(group)
-        settings["rule"] = "muon" if takes_muon else "adamw"
-    if not takes_muon:
+        # Whether matrices are stored (in, out), as Conv1D of transformers does.
+        settings["transposed"] = bool((group.get("layout") or {}).get("transposed"))
+    if optimizer != "muon" or group["role"] != "matrix":
         settings["betas"] = group["betas"]
     return settings
-
-
-def _is_transposed(group: dict[str, Any]) -> bool:
-    """Return whether a group's matrices are stored (in, out), as Conv1D of transformers does."""
-    return bool((group.get("layout") or {}).get("transposed"))
 
 
 def for_trainer(arguments: OptimizerArguments, training: PretrainingArguments) -> tuple[Any, dict[str, Any]]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Any, TypeVar
@@ -16,11 +18,14 @@ from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from transformers import TrainerCallback, TrainingArguments
 
-from pretraining.run import launcher
-
-# Of a scheduler, of a user, and of `launcher.watch`, whose SIGUSR2 may follow one of the others.
+# Of a scheduler, of a user, and of `Stopping` itself, which may follow one of the others.
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1", "SIGUSR2") if hasattr(signal, name))
 T = TypeVar("T")
+
+
+def is_launched() -> bool:
+    """Tell whether a launcher started this process; a run from a shell outlives the shell, as under nohup."""
+    return "ACCELERATE_DYNAMO_BACKEND" in os.environ or "TORCHELASTIC_RUN_ID" in os.environ
 
 
 def check(training: TrainingArguments) -> None:
@@ -55,7 +60,7 @@ def set_threads(training: TrainingArguments, threads: int | None) -> None:
     Launchers give OMP_NUM_THREADS to their workers unasked, but not to themselves.
     """
     environment: Any = os.environ
-    if launcher.is_launched():
+    if is_launched():
         with contextlib.suppress(psutil.Error):
             environment = psutil.Process(os.getppid()).environ()
     if training.device.type == "cpu" and (threads or "OMP_NUM_THREADS" not in environment):
@@ -63,10 +68,22 @@ def set_threads(training: TrainingArguments, threads: int | None) -> None:
         torch.set_num_threads(threads or max(1, (os.cpu_count() or 1) // processes))
 
 
+def leave() -> None:
+    """End a process of several that has succeeded before the interpreter does.
+
+    DDP leaks a reference to its gloo process group, whose threads abort the process if they need the interpreter while
+    it ends (torch 2.9 to 2.13).
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        sys.stdout.flush()
+        os._exit(0)
+
+
 class Stopping(TrainerCallback):
     """Save and end at the end of the step in which a signal came, on all processes at the same step.
 
-    Handlers are in place only while training runs; a second signal has its usual effect.
+    The end of a launcher counts as one: a worker that is left alone would hold the run's folder. Handlers are in place
+    only while training runs; a second signal has its usual effect.
     """
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -80,6 +97,8 @@ class Stopping(TrainerCallback):
         """Put handlers in place."""
         if threading.current_thread() is threading.main_thread():
             self._handlers = {number: signal.signal(number, self._ask) for number in SIGNALS}
+            if is_launched():
+                threading.Thread(target=_follow, args=[os.getppid()], daemon=True).start()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Ask Trainer to save and stop if any process was asked to."""
@@ -102,3 +121,10 @@ class Stopping(TrainerCallback):
         name = signal.Signals(number).name
         self._asked = self._asked or ("the end of its launcher" if name == "SIGUSR2" else name)
         signal.signal(number, self._handlers[number])
+
+
+def _follow(parent: int) -> None:
+    """Send this process SIGUSR2 when its launcher has ended."""
+    while os.getppid() == parent:
+        time.sleep(1)
+    os.kill(os.getpid(), signal.SIGUSR2)

@@ -1,4 +1,4 @@
-"""Sum up a finished run: its numbers, its parameter groups, a picture of its losses, and a sample."""
+"""Sum up a finished run: its numbers, a picture of its losses, and a sample."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
-from transformers import PreTrainedTokenizerBase, TextGenerationPipeline, set_seed
+from transformers import PreTrainedTokenizerBase, set_seed
 
-from mars_hf.arithmetic.update_rules import update_rule
 from pretraining.run import arguments
 from pretraining.run.arguments import RunArguments
 
@@ -27,6 +26,7 @@ def summarize(
     bytes_per_token: float,
     tokens_per_step: int,
     train_runtime: float,
+    first_step: int = 0,
 ) -> dict[str, float | None]:
     """Return the numbers of metrics.json, from `trainer.state.log_history`.
 
@@ -34,13 +34,14 @@ def summarize(
         history: log lines; the last evaluation counts, and the first if it was at step 0.
         bytes_per_token: bytes per token of the held-out text.
         tokens_per_step: tokens of all processes and accumulation steps.
-        train_runtime: seconds of `trainer.train()` in all sessions, evaluations included.
+        train_runtime: seconds of `trainer.train()`, evaluations included.
+        first_step: step at which it began.
     """
     losses = [row["loss"] for row in history if "loss" in row]
     evaluations = [row for row in history if "eval_loss" in row]
     last, first = evaluations[-1], evaluations[0]
     tail = losses[-max(1, round(len(losses) * _TAIL)) :]
-    evaluating = sum(row.get("eval_runtime", 0.0) for row in evaluations)
+    evaluating = sum(row.get("eval_runtime", 0.0) for row in evaluations if row["step"] > first_step or not first_step)
     tokens = last["step"] * tokens_per_step
     return {
         "steps": last["step"],
@@ -50,7 +51,7 @@ def summarize(
         "eval_loss_at_step_0": first["eval_loss"] if first["step"] == 0 else None,
         "perplexity": math.exp(min(last["eval_loss"], 700.0)),
         "bits_per_byte": last["eval_loss"] / math.log(2) / bytes_per_token,
-        "tokens_per_second": tokens / max(train_runtime - evaluating, 1e-9),
+        "tokens_per_second": (last["step"] - first_step) * tokens_per_step / max(train_runtime - evaluating, 1e-9),
         "train_runtime_seconds": train_runtime,
     }
 
@@ -92,48 +93,17 @@ def draw_losses(history: Sequence[dict[str, Any]], adamw: Sequence[tuple[int, fl
     figure.savefig(path, dpi=120)
 
 
-def groups(param_groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the settings that trained each parameter group, with the peak of its learning rate."""
-    return [_settings_of(group) for group in param_groups]
-
-
-def _settings_of(group: dict[str, Any]) -> dict[str, Any]:
-    rule = update_rule(group) if "mars_type" in group else None
-    settings = {
-        "role": group["role"],
-        "rule": group.get("rule", "adamw") if rule is None else rule.name,
-        "learning_rate": float(group.get("initial_lr", group["lr"])),
-    }
-    for key in ("betas", "momentum", "eps", "weight_decay"):
-        if key in group:
-            settings[key] = group[key]
-    if rule is not None and rule.corrects:
-        settings["gamma"] = group.get("initial_gamma", group["gamma"])
-    return settings
-
-
-def check_prompt(tokenizer: PreTrainedTokenizerBase, prompt: str, block_size: int) -> None:
-    """Raise ValueError for a prompt that leaves a block no token for the sample."""
-    tokens = len(tokenizer(prompt).input_ids)
-    if tokens >= block_size:
-        raise ValueError(
-            f"--sample_prompt {prompt[:40]!r}... has {tokens:,} tokens; give one of less than {block_size:,}, the "
-            "--block_size, or --sample_tokens 0 for no sample"
-        )
-
-
 def sample(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: int, seed: int) -> str:
     """Continue `prompt` by sampling at temperature 0.8 from the tokenizer's tokens."""
     set_seed(seed)
-    room = model.config.max_position_embeddings - len(tokenizer(prompt).input_ids)  # `check_prompt` left some
-    generate: Any = TextGenerationPipeline(model=model, tokenizer=tokenizer)
-    (continued,) = generate(
-        prompt,
-        max_new_tokens=min(tokens, room),
+    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+    ids = model.generate(
+        **inputs,
+        max_new_tokens=tokens,
         do_sample=True,
         temperature=0.8,
         top_k=50,
         suppress_tokens=list(range(len(tokenizer), model.config.vocab_size)) or None,  # rows without a token
         pad_token_id=tokenizer.eos_token_id,
     )
-    return str(continued["generated_text"])
+    return str(tokenizer.decode(ids[0]))
