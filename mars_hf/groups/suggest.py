@@ -117,19 +117,12 @@ USUAL_RATES = {"from scratch": 3e-4, "all weights of a pretrained model": 2e-5, 
 
 
 def table() -> str:
-    """Return, as a table in Markdown, AdamW's usual rates and what becomes of them, by rule and betas."""
-    header, *rows = _cells()
-    lines = [header, ["---"] * _WORD_COLUMNS + ["---:"] * (len(header) - _WORD_COLUMNS), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def aligned_table() -> str:
-    """Return the same table as plain text of at most 80 columns: words to the left, numbers to the right."""
-    header, *rows = _cells()
+    """Return AdamW's usual rates and what becomes of them, as plain text of at most 80 columns."""
+    header, *rows = cells_of_table()
     wrapped = [textwrap.wrap(title, 10) for title in header]
     height = max(map(len, wrapped))
     titles = zip(*([""] * (height - len(title)) + title for title in wrapped), strict=True)
-    cells = [*map(list, titles), *rows]
+    cells = [*map(list, titles), *rows]  # words to the left, numbers to the right
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []
     for row in cells:
@@ -139,8 +132,8 @@ def aligned_table() -> str:
     return "\n".join(lines)
 
 
-def _cells() -> list[list[str]]:
-    """Return the cells of the table, with its header."""
+def cells_of_table() -> list[list[str]]:
+    """Return the header of the table, and a row for each rule and betas."""
     adamw = first_moment_rms(_ADAMW_BETA1)
     default = "({:g}, {:g}), the default".format(*DEFAULTS["betas"])
     gamma = DEFAULTS["gamma"]
@@ -201,7 +194,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     needing = ", ".join(filter(depends_on_width, MARS_TYPES))
     add("--width", type=int, help=f"width of the model; left out without: {needing}")
     add("--rule", type=lambda text: text.replace("_", "-"), choices=(*MARS_TYPES, MUON), help="one rule only")
-    add("--markdown", action="store_true", help="the table of usual rates as Markdown source")
 
 
 def with_hyphens(argv: list[str]) -> list[str]:
@@ -216,8 +208,6 @@ def run(options: argparse.Namespace) -> str:
     lr, width = options.adamw_lr, options.width
     if lr is None:
         return _table_alone(options)
-    if options.markdown:
-        raise ValueError("--markdown is for the table, which --adamw-lr leaves out; drop one of them")
     betas, decay = _betas_and_decay(options)
     _check_ranges(lr, betas, decay, width)
     rules = [options.rule] if options.rule else [rule for rule in MARS_TYPES if width or not depends_on_width(rule)]
@@ -248,7 +238,7 @@ def _table_alone(options: argparse.Namespace) -> str:
         value = getattr(options, name)
         if value is not None and value is not False:
             raise ValueError(f"--{name.replace('_', '-')} needs --adamw-lr; without both, there is a table")
-    return table() if options.markdown else aligned_table()
+    return table()
 
 
 def _betas_and_decay(options: argparse.Namespace) -> tuple[tuple[float, float], float]:
