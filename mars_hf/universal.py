@@ -12,7 +12,7 @@ import contextlib
 import functools
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,8 +36,6 @@ _REMEDY = "convert the checkpoint with python -m mars_hf to_universal INPUT_FOLD
 _MODEL_FILE_OF_ZERO3 = "zero_pp_rank_0_mp_rank_00_model_states.pt"
 _MODEL_FILE_OF_ZERO12 = "mp_rank_00_model_states.pt"
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<model_rank>\d+)_optim_states\.pt")
-# Settings that come from a loaded checkpoint; the schedule, the loop, the machine and the model decide the others.
-_LOADED = tuple(name for name in settings.GROUP_KEYS if name not in ("lr", "max_grad_norm", "fused", "layout"))
 _COMMON_KEYS = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")  # of all ranks alike
 
 
@@ -110,49 +108,43 @@ def known_layout(file: Path) -> Iterator[None]:
 
 
 def read_groups(zero: Path, optimizer: Mars) -> list[dict[str, Any]]:
-    """Return the saved groups; ValueError for a bad setting, or if they are not those of the optimizer."""
+    """Return what the optimizer's groups hold once the saved ones are loaded, but for their parameters.
+
+    As in `Mars.load_state_dict`. ValueError for a bad setting, or if they are not those of the optimizer.
+    """
     file = zero / "optimizer_state.pt"
     if not file.is_file():
         raise ValueError(f"{zero.parent} is not a universal checkpoint (no zero/{file.name} in it); {_REMEDY}")
+    own = optimizer.param_groups
+    groups = []
     with known_layout(file):
-        groups = with_all_settings(read(file)["param_groups"])
-        saved = [group["role"] for group in groups]
-    for index, group in enumerate(groups):
-        try:
-            settings.check_values(group)
-        except ValueError as error:
-            raise ValueError(f"{file}, param group {index}: {error}") from None
-    roles = [group["role"] for group in optimizer.param_groups]
-    if saved != roles:
-        remedy = "build it from the same parameters, with the same settings, as when it was saved"
-        raise ValueError(f"the checkpoint has groups of roles {saved}, this optimizer of {roles}; {remedy}")
-    for index, (group, own) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
-        check_saved_group(index, group, own)
-    _warn_of_other_settings(groups, optimizer.param_groups)
+        saved = with_all_settings(read(file)["param_groups"])
+        if len(saved) != len(own):
+            raise ValueError(
+                f"{file} has {len(saved)} param groups, this optimizer {len(own)}; build it from the same parameters, "
+                "with the same settings, as when it was saved"
+            )
+        for index, (group, given) in enumerate(zip(saved, own, strict=True)):
+            check_saved_group(index, group, given)
+            values = {key: value for key, value in group.items() if key != "params"}
+            values["state_dtype"] = settings.loaded_state_dtype(group["state_dtype"], given["state_dtype"])
+            groups.append({**values, "max_grad_norm": given["max_grad_norm"], "fused": given["fused"]})
+    _warn_of_other_settings(groups, own)
     return groups
 
 
-def _warn_of_other_settings(saved: list[dict[str, Any]], own: list[dict[str, Any]]) -> None:
+def _warn_of_other_settings(loaded: list[dict[str, Any]], own: list[dict[str, Any]]) -> None:
     """Say which settings of the checkpoint win over others given now; schedulers write the rates of both."""
     differences: dict[str, str] = {}
-    for index, (group, given) in enumerate(zip(saved, own, strict=True)):
-        for name in _LOADED:
-            if name == "state_dtype" and _loaded_setting(group, given, name) != group[name]:
-                continue  # its own stays
-            if group[name] != given[name]:
+    for index, (group, given) in enumerate(zip(loaded, own, strict=True)):
+        for name in settings.GROUP_KEYS:
+            if name not in ("lr", "layout") and group[name] != given[name]:
                 differences.setdefault(name, f"{name}={group[name]!r} of param group {index} ({given[name]!r} here)")
     if differences:
         log.warning(
             f"the checkpoint's settings win: {', '.join(differences.values())}; to change one, start a new run from "
             "the model"
         )
-
-
-def _loaded_setting(saved: Mapping[str, Any], own: Mapping[str, Any], name: str) -> Any:
-    """Return a setting of a group that takes a saved one's states, as `Mars.load_state_dict` decides it."""
-    if name == "state_dtype":
-        return settings.loaded_state_dtype(saved[name], own[name])
-    return own[name] if name in ("max_grad_norm", "fused") else saved[name]
 
 
 def read_parameter(folder: Path, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
@@ -300,16 +292,13 @@ def _read_zero(folder: Path) -> tuple[list[Rank], dict[str, Any], dict[str, torc
 
 def _require_one_checkpoint(folder: Path, ranks: list[Rank]) -> None:
     """Raise ValueError if the files of ranks are of several steps."""
-    for number, rank in enumerate(ranks):
-        for index, (first, state) in enumerate(zip(ranks[0].states, rank.states, strict=True)):
-            if "step" not in first or "step" not in state:
-                continue
-            steps = [int(parse_step(each["step"])) for each in (first, state)]
-            if steps[0] != steps[1]:
-                raise ValueError(
-                    f"{folder}: param group {index} of rank 0 is of step {steps[0]}, that of rank {number} of step "
-                    f"{steps[1]}; the folder mixes files of several checkpoints; take another one"
-                )
+    for index, states in enumerate(zip(*(rank.states for rank in ranks), strict=True)):
+        steps = sorted({int(parse_step(state["step"])) for state in states if "step" in state})
+        if len(steps) > 1:
+            raise ValueError(
+                f"{folder}: param group {index} is of the steps {steps} on different ranks; the folder mixes files of "
+                "several checkpoints; take another one"
+            )
 
 
 def _optimizer_files(folder: Path) -> dict[int, Path]:
@@ -345,7 +334,9 @@ def _read_rank(file: Path, rank: int, world: int, model: dict[str, Any]) -> Rank
     else:
         base = state["base_optimizer_state"]
         weights = state["single_partition_of_fp32_groups"]
-        offsets = [_zero12_offsets(mapping) for mapping in state["param_slice_mappings"]]
+        offsets = []
+        for fragments in state["param_slice_mappings"]:
+            offsets.append({name: (fragment.start, fragment.numel) for name, fragment in fragments.items()})
     common = {key: state[key] for key in _COMMON_KEYS if key in state}
     common["ds_version"] = saved["ds_version"]
     # `fused` belongs to the machine that loads them.
@@ -370,11 +361,6 @@ def _stays_inside(name: Any) -> bool:
         return False
     parts = re.split(r"[/\\]", name)
     return not any(part in ("", ".", "..") for part in parts)
-
-
-def _zero12_offsets(mapping: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """Return where in a partition each parameter is: its start and length, which DeepSpeed saves."""
-    return {name: (fragment.start, fragment.numel) for name, fragment in mapping.items()}
 
 
 def _zero3_offsets(shapes: dict[str, torch.Size], rank: int, world: int) -> dict[str, tuple[int, int]]:
@@ -464,9 +450,8 @@ def load_zero12(original: Callable[..., None], engine: Any, groups_name: str, ch
         raise ValueError("DeepSpeed mixes up the places of parameters under round_robin_gradients; load with it off")
     indices = range(len(engine.optimizer.param_groups))
     groups, _ = _read_all(engine, checkpoint_dir, getattr(engine, groups_name), indices)
-    loaded = _loaded_settings(groups, engine.optimizer.param_groups)
     original(groups_name, checkpoint_dir)
-    for group, values in zip(engine.optimizer.param_groups, loaded, strict=True):
+    for group, values in zip(engine.optimizer.param_groups, groups, strict=True):
         group.update(values)
 
 
@@ -476,7 +461,6 @@ def load_zero3(original: Callable[..., None], engine: Any, checkpoint_dir: str) 
         raise ValueError("universal checkpoints of Mars cannot be loaded with the optimizer offloaded to NVMe")
     group_of = [engine.sub_group_to_group_id[index] for index in range(len(engine.fp16_groups))]
     groups, states = _read_all(engine, checkpoint_dir, engine.fp16_groups, group_of)
-    loaded = _loaded_settings(groups, engine.optimizer.param_groups)
     read_state = engine.load_hp_checkpoint_state
 
     def read_weights(folder: str, key: str, param: Tensor) -> Tensor:
@@ -488,21 +472,10 @@ def load_zero3(original: Callable[..., None], engine: Any, checkpoint_dir: str) 
         original(checkpoint_dir)
     finally:
         del engine.load_hp_checkpoint_state
-    for group, values in zip(engine.optimizer.param_groups, loaded, strict=True):
+    for group, values in zip(engine.optimizer.param_groups, groups, strict=True):
         group.update(values)
     for flat, params in zip(engine.fp32_partitioned_groups_flat, engine.fp16_groups, strict=True):
         engine.optimizer.state[flat] = _flat_state(engine, checkpoint_dir, flat, params, states[params[0]])
-
-
-def _loaded_settings(groups: list[dict[str, Any]], own: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return what groups hold after loading, but for their parameters."""
-    loaded = []
-    for saved, group in zip(groups, own, strict=True):
-        values = {key: value for key, value in saved.items() if key != "params"}
-        for name in ("state_dtype", "max_grad_norm", "fused"):
-            values[name] = _loaded_setting(saved, group, name)
-        loaded.append(values)
-    return loaded
 
 
 def _flat_state(
