@@ -12,7 +12,6 @@ from torch import Tensor
 from mars_hf import log
 from mars_hf.arithmetic.rules import HALF_DTYPES
 from mars_hf.arithmetic.update_rules import update_rule
-from mars_hf.groups import heads
 
 Groups = Sequence[Mapping[str, Any]]
 
@@ -50,23 +49,20 @@ class Advice:
             groups: groups to which nobody has given roles; a layout shows that their matrices are known.
         """
         count = 0
-        tables: list[str] = []
         rules: list[str] = []
         for group in groups:
             rule = update_rule(group)
             if not rule.orthogonalizes or group["layout"] is not None:
                 continue
             count += len(group["params"])
-            tables += [name for name in group.get("param_names", ()) if heads.is_named_as_table(name)]
             rules.append(rule.name)
         if not count:
             return
-        named = f" (by their names {', '.join(tables[:3])}{', ...' if len(tables) > 3 else ''})" if tables else ""
         self.say(
             "unknown roles",
-            f"{rules[0]} orthogonalizes every matrix of plain parameters ({count}), embeddings and heads included"
-            f"{named}, because it knows nothing but their shapes. Pass the model, create(model), or several, "
-            "create([a, b]): embeddings and heads then take AdamW. Or give each group its role, 'matrix' or 'adamw'",
+            f"{rules[0]} orthogonalizes every matrix of plain parameters ({count}), embeddings and heads included, "
+            "because it knows nothing but their shapes. Pass the model, create(model), or several, create([a, b]): "
+            "embeddings and heads then take AdamW. Or give each group its role, 'matrix' or 'adamw'",
         )
 
     def on_lost_updates(self, groups: Groups) -> None:

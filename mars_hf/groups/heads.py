@@ -18,7 +18,6 @@ _HEAD_NAME = re.compile(
 )
 # The layer before DistilBERT's classifier, points of reference in DETR, and the stem of a convolutional network.
 _NO_HEAD_NAME = re.compile(r"pre_classifier|ref_point_head|resnet_head")
-_EMBEDDING_NAME = re.compile(r"embed|^w[tp]e$", re.IGNORECASE)
 # Layers that repeat hold no head, whatever their sizes; a list of models is not in the middle of a path.
 _IN_LAYERS = re.compile(r"\.\d+\.")
 # Names of settings that number tokens.
@@ -50,13 +49,6 @@ def embeddings_and_heads(model: nn.Module) -> dict[nn.Parameter, str]:
     for embedding in embeddings:
         tables |= dict.fromkeys(embedding.parameters(), "embedding")
     return tables
-
-
-def is_named_as_table(name: str) -> bool:
-    """Return whether a parameter has the name of an embedding or head."""
-    path = name.rpartition(".")[0]
-    layer = path.rpartition(".")[2]
-    return _EMBEDDING_NAME.search(layer) is not None or _is_named_as_head(layer)
 
 
 def _is_named_as_head(name: str) -> bool:

@@ -111,7 +111,6 @@ def param_groups(
             "load a PEFT adapter with is_trainable=True"
         )
     if not is_addition:
-        _check_overrides(model, param_rules, override_indices)
         _require_tables(model, of_model, lr_embeddings)
     return [groups[key] for key in sorted(groups, key=lambda key: key[:2])]  # stable
 
@@ -223,21 +222,6 @@ def _assign(model: nn.Module, overrides: Sequence[Override], *, each_decides: bo
             raise ValueError(_of_no_effect(pattern, free))
         indices |= dict.fromkeys(new, index)
     return indices
-
-
-def _check_overrides(model: nn.Module, overrides: Sequence[Override], indices: Mapping[nn.Parameter, int]) -> None:
-    """Raise ValueError for an override that states nothing, and keeps no parameter from a later pattern."""
-    empty = {index for index, override in enumerate(overrides) if not override.settings}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        index = indices.get(param)
-        if index in empty and any(_any_matches([name], later.pattern) for later in overrides[index + 1 :]):
-            empty.discard(index)
-    if empty:
-        pattern = overrides[min(empty)].pattern
-        raise ValueError(
-            f"param_rules: {shown(pattern)} states no setting, and keeps no parameter from a later pattern; state one, "
-            "such as {'weight_decay': 0.0}, or leave it out"
-        )
 
 
 def _of_no_effect(pattern: str, free: Sequence[str]) -> str:

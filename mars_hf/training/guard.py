@@ -98,19 +98,8 @@ def require_mars(optimizer: Any, expected: Mars | None) -> Mars:
     inner = unwrap_optimizer(optimizer)
     if isinstance(inner, Mars) and (expected is None or inner is expected):
         return inner
-    if _is_of_another_import(inner):
-        raise RuntimeError(
-            "the optimizer that would step is a Mars of another import of mars_hf, which has been reloaded or removed "
-            "from sys.modules; restart Python"
-        )
     name = "another Mars than the one given" if isinstance(inner, Mars) else f"{type(inner).__name__}, not Mars"
     raise RuntimeError(f"the optimizer that would step is {name}; {_how_to_have_mars(inner, optimizer)}")
-
-
-def _is_of_another_import(optimizer: Any) -> bool:
-    """Tell whether an optimizer has a class of Mars's name that is not Mars, as after importlib.reload."""
-    names = [(kind.__module__, kind.__qualname__) for kind in type(optimizer).__mro__]
-    return (Mars.__module__, Mars.__qualname__) in names and not isinstance(optimizer, Mars)
 
 
 def require_same(optimizer: Any, mars: Mars) -> None:

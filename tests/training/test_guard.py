@@ -35,26 +35,16 @@ def begin(optimizer: Any, model: nn.Module, folder: Any, scheduler: Any = None, 
 
 
 RELOADED = """
-import importlib, sys
-from transformers import Trainer
+import sys
 import mars_hf
 mars_hf.register()
-import torch
-import mars_hf.optimizer
-importlib.reload(mars_hf.optimizer)
-from mars_hf.training import guard
-optimizer = mars_hf.optimizer.Mars([torch.nn.Parameter(torch.ones(2, 2))], lr=1e-3)
-try:
-    guard.require_mars(optimizer, None)
-except RuntimeError as error:
-    print("1", error)
 for name in [name for name in sys.modules if name.startswith("mars_hf")]:
     del sys.modules[name]
 import mars_hf
 try:
     mars_hf.MarsTrainer
 except RuntimeError as error:
-    print("2", error)
+    print(error)
 """
 WITHOUT = """
 import sys
@@ -83,11 +73,9 @@ def ended(tmp_path_factory) -> dict[str, subprocess.CompletedProcess[str]]:
 
 @pytest.mark.slow
 def test_reloaded_package(ended):
-    """It is no other optimizer's fault."""
-    first, second = ended["reloaded"].stdout.strip().splitlines()[-2:]
-    assert first.startswith("1 the optimizer that would step is a Mars of another import of mars_hf")
-    assert second.startswith("2 mars_hf has been reloaded, or removed from sys.modules")
-    assert first.endswith("restart Python") and second.endswith("restart Python")
+    """It would replace the methods of transformers again."""
+    line = ended["reloaded"].stdout.strip().splitlines()[-1]
+    assert line.startswith("mars_hf has been reloaded, or removed from sys.modules") and line.endswith("restart Python")
 
 
 def wrapped(optimizer: Any, kind: str, **attributes: Any) -> Any:
