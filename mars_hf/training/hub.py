@@ -42,14 +42,9 @@ _BASE_SENTENCE = re.compile(
     re.MULTILINE,
 )
 _ADAPTER = "base_model:adapter:"
-# By `weight_decay_mode`.
-_OF_DECAY = {
-    "standard": "",
-    "cautious": " Weight decay is [cautious](https://arxiv.org/abs/2510.12402).",
-    "decoupled": " Weight decay is decoupled from learning rates.",
-}
-_COLUMNS = ("lr", "betas", "eps", "weight_decay")
-_MARS_COLUMNS = ("gamma", "clip_threshold", "is_approx")  # groups under AdamW do not use them
+# Of the table; groups under AdamW do not use the last ones.
+_COLUMNS = ("lr", "betas", "eps", "weight_decay", "weight_decay_mode")
+_MARS_COLUMNS = ("gamma", "clip_threshold", "is_approx", "normalize_rows")
 
 
 class _Work(NamedTuple):
@@ -175,7 +170,8 @@ def write_card(trainer: Any) -> None:
         has_config = hasattr(trainer.model, "config")  # which Trainer's card reads
         if not has_config or not trainer.is_world_process_zero():
             return
-        if card.exists() and not _is_sealed(card.read_text(encoding="utf-8", errors="replace")):
+        before = _read_card(folder)
+        if before is not None and not _is_sealed(before):
             return
         arguments = {}
         if "finetuned_from" in inspect.signature(trainer.create_model_card).parameters:
@@ -258,7 +254,11 @@ def _drop_local_names(data: Any) -> None:
     """Drop local paths, which the Hub refuses, from the base model and the tags of a card's metadata."""
     if not _is_on_hub(data.base_model):
         data.base_model = None
-    tags = [tag for tag in _listed(data.tags) if not _names_local_adapter(tag)]
+    tags = []
+    for tag in _listed(data.tags):
+        _, is_adapter, base = tag.partition(_ADAPTER)
+        if not is_adapter or _is_on_hub(base):
+            tags.append(tag)
     data.tags = tags or None
 
 
@@ -272,7 +272,7 @@ def _eval_results(data: Any, trainer: Any, dataset: list[str]) -> list[EvalResul
     hub_name = datasets[0] if len(datasets) == 1 else "unknown"
     for metric, value in _final_metrics(trainer).items():
         metric_type = metric.lower().replace(" ", "_")
-        if metric_type in known_types or not _is_finite_number(value):
+        if metric_type in known_types:
             continue
         result = EvalResult(
             task_type=data.pipeline_tag or "other",
@@ -286,19 +286,16 @@ def _eval_results(data: Any, trainer: Any, dataset: list[str]) -> list[EvalResul
     return results
 
 
-def _is_finite_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
-
-
-def _final_metrics(trainer: Any) -> dict[str, Any]:
-    """Return the last evaluation's metrics by name, of the weights that stay: the best ones, where those are loaded."""
+def _final_metrics(trainer: Any) -> dict[str, float]:
+    """Return the last evaluation's finite metrics by name, of the weights that stay: the best ones, if loaded."""
     state = trainer.state
     rows = state.log_history
     loads_best = trainer.args.load_best_model_at_end and state.best_model_checkpoint
     if loads_best:
         rows = [row for row in rows if row["step"] <= state.best_global_step or "train_runtime" in row]
     *_, last_evaluation = modelcard.parse_log_history(rows)
-    return last_evaluation or {}
+    metrics = (last_evaluation or {}).items()
+    return {name: value for name, value in metrics if isinstance(value, (int, float)) and math.isfinite(value)}
 
 
 def _has_ended(trainer: Any) -> bool:
@@ -319,17 +316,8 @@ def _optimizer(groups: Sequence[Mapping[str, Any]], work: _Work) -> str:
     intro = f"[{work.name}]({work.url}), `mars_hf` {mars_hf.__version__}."
     if work is _MUON:
         intro += " It is the rule mars-m with gamma = 1 - beta1."
-    intro += _additions(main_group(groups))
     settings = f"Learning rates are the peaks; `{saved_settings.FILE}` has every setting."
     return f"## Optimizer\n\n{intro} {settings}\n\n{table}"
-
-
-def _additions(main: Mapping[str, Any]) -> str:
-    """Return sentences on what settings add to the rule of the main group."""
-    text = _OF_DECAY[main["weight_decay_mode"]]
-    if main["normalize_rows"] is not None and UPDATE_RULES[main["rule"]].orthogonalizes:
-        text = f" Rows are normalized as in [NorMuon](https://arxiv.org/abs/2510.05491).{text}"
-    return text
 
 
 def _values(group: Mapping[str, Any]) -> list[Any]:
@@ -347,11 +335,7 @@ def _values(group: Mapping[str, Any]) -> list[Any]:
 def _cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
-    return str(value).replace("|", "\\|")
-
-
-def _names_local_adapter(tag: str) -> bool:
-    return tag.startswith(_ADAPTER) and not _is_on_hub(tag.removeprefix(_ADAPTER))
+    return "none" if value is None else str(value).replace("|", "\\|")
 
 
 def _is_on_hub(name: Any) -> bool:
