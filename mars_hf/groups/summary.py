@@ -44,7 +44,7 @@ def summary(param_groups: Sequence[Mapping[str, Any]]) -> str:
             header.append(name)
             for row, cell in zip(rows, column, strict=True):
                 row.append(cell)
-    return "\n".join(_aligned([header, *rows]) + _lines_left_out(param_groups) + _lines_of_fused(param_groups))
+    return "\n".join([*_aligned([header, *rows]), *_lines_below(param_groups)])
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
@@ -58,21 +58,18 @@ def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return lines
 
 
-def _lines_left_out(param_groups: Iterable[Mapping[str, Any]]) -> list[str]:
+def _lines_below(param_groups: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return what is said below the table of names that are not orthogonalized, or not in parts."""
+    lines = []
     left_out = names_left_out(param_groups)
-    if not left_out:
-        return []
-    lines = ["not orthogonalized:"]
+    if left_out:
+        lines.append("not orthogonalized:")
     for reason, names in left_out.items():
         lines.append(f"  {reason}: {_listed(names)}")
+    fused = names_of_fused(param_groups)
+    if fused:
+        lines.append(f"orthogonalized as one matrix, though fused: {_listed(fused)} (split_fused splits them)")
     return lines
-
-
-def _lines_of_fused(param_groups: Iterable[Mapping[str, Any]]) -> list[str]:
-    names = names_of_fused(param_groups)
-    if not names:
-        return []
-    return [f"orthogonalized as one matrix, though fused: {_listed(names)} (split_fused splits them)"]
 
 
 def names_of_fused(param_groups: Iterable[Mapping[str, Any]]) -> Counter[str]:
