@@ -38,7 +38,7 @@ ROOT = PACKAGE.parent
 COMPARE = "mars_hf/compare"
 ROOMS = {
     "mars_hf": (62, 14_900),
-    COMPARE: (16, 2_300),
+    COMPARE: (16, 2_280),
     "recipes": (23, 2_850),
     "tests": (109, 28_500),
     "benchmarks": (14, 3_100),

@@ -39,12 +39,7 @@ _WRITING = ("/api/repos/", "/preupload/", "/commit/", "/branch/", "/tag/", "/lfs
 
 
 class Child:
-    """What one run is asked for, and what is known of it.
-
-    Attributes:
-        order: of the run.
-        result: what result.json holds.
-    """
+    """What one run is asked for, and what is known of it: `result` is what result.json holds."""
 
     def __init__(self, order: Order) -> None:
         """Begin an empty result."""

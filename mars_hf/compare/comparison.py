@@ -209,7 +209,7 @@ class Comparison:
         if len(final) < wanted:
             lines.append(f"{len(final)} of {wanted} runs with the seeds of the comparison are there.")
         seeds = ", ".join(map(str, plan.search_seeds))
-        chosen = f"Rates were chosen with seeds {seeds}, others than those compared."
+        chosen = f"Rates were chosen with other seeds than those compared: {seeds}."
         lines.append(chosen if seeds else "Rates were not searched: a rule may look bad because its rate is.")
         notes = itertools.chain.from_iterable(run.result["notes"] for run in final)
         return list(dict.fromkeys([*self.about, *lines, *notes]))

@@ -91,7 +91,9 @@ class Plan:
                 _refuse_unknown(Arm, own or {}, f"arm {name}: ")
             arms = [Arm(str(name), **(own or {})) for name, own in sections.pop("arms").items()]
             pairs = [(one, other) for one, other in sections.pop("pairs", [])]
-            return cls(arms, pairs=pairs, **sections)
+            plan = cls(arms, pairs=pairs, **sections)
+            plan.check()
+            return plan
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}; docs/compare.md has an example") from error
 

@@ -103,6 +103,7 @@ arguments: {block_size: 128}
         ("arms: {a: {sett: {}}}", "arm a: unknown 'sett'; accepted: set, optim_args"),
         ("arm: {}", "unknown 'arm'; accepted: arms"),
         ("about: nothing", "'arms'"),
+        ("arms: {a: {}, b: {}}\nseeds: 3", "'int' object is not iterable"),
         ("arms: [", "plan.yaml: "),
     ]:
         path.write_text(text)

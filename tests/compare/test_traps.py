@@ -36,7 +36,7 @@ def test_whole_comparison(tmp_path, capsys):
         by_seed.setdefault(run["seed"], set()).add((run["weights"], run["batch"]))
     assert [len(prints) for prints in by_seed.values()] == [1, 1] and by_seed[1] != by_seed[2]
     assert "metric: eval_loss" in answer.page and "the comparison does, 5 times" in answer.page
-    assert "seeds 42, 43, 44, others than those compared" in answer.page and "Runs shared a device" in answer.page
+    assert "other seeds than those compared: 42, 43, 44." in answer.page and "Runs shared a device" in answer.page
     assert {"comparison.md", "comparison.json", "comparison.png"} < {path.name for path in answer.folder.iterdir()}
     # The trainer, the optimizer, and the settings that MARS gets from the baseline's best.
     kinds = {
