@@ -308,7 +308,7 @@ class Mars(torch.optim.Optimizer):
         self._follow_groups(self.param_groups[before:])
         if "role" in param_group:
             self._roles_are_stated = True
-        elif self._is_made and self._roles_are_stated and self._known_model() is None:
+        elif self._is_made and self._roles_are_stated and self._watch is None:
             self._advice.on_unknown_roles(self.param_groups[before:])
 
     def _follow_groups(self, groups: Iterable[dict[str, Any]]) -> None:
@@ -342,10 +342,6 @@ class Mars(torch.optim.Optimizer):
         if self.param_groups[-1]["weight_decay_mode"] == "decoupled":
             self.param_groups[-1]["peak_lr"] = float(part["lr"])
         self._was_trainable |= any(param.requires_grad for param in self.param_groups[-1]["params"])
-
-    def _known_model(self) -> nn.Module | None:
-        """Return the model that `create` was given, while it lives."""
-        return None if self._watch is None else self._watch.reference()
 
     def _follow_model(self, model: nn.Module, decayed: Mapping[str, float] | None = None) -> None:
         """Take the roles, layouts and decays of groups to come from a model, and see that all of it trains."""

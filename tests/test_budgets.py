@@ -56,7 +56,9 @@ NOUNS = {
     "arithmetic/resting.py": ["Units"],
     "arithmetic/rules.py": ["Arithmetic", "Options", "Rounding"],
     "arithmetic/update_rules.py": ["UpdateRule"],
-    "distributed/exchange.py": ["Exchange", "Matrix", "MatrixPlanner", "Parcel", "ProcessGroups", "_Box", "_Member"],
+    "distributed/exchange.py": [
+        "Exchange", "Failure", "Matrix", "MatrixPlanner", "Parcel", "ProcessGroups", "_Box", "_Member",
+    ],
     "distributed/norms.py": ["GroupSums"],
     "distributed/shards.py": ["Shards"],
     "distributed/tensors.py": ["Shard", "ShardSpec", "Slice"],

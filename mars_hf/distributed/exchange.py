@@ -131,6 +131,30 @@ class _Box(NamedTuple):
     statuses: list[Tensor]  # 0-d: 1 if it has failed, else 0
 
 
+class Failure:
+    """What this rank has failed with in a step that has begun to change something.
+
+    Other ranks wait for this one in exchanges, which tell them, so it goes on as far as they need. Without exchanges,
+    the process ends as with any optimizer, or the next step refuses.
+    """
+
+    def __init__(self) -> None:
+        """Start with none."""
+        self.error: Exception | None = None
+        self.is_waited_for = False  # no longer once communication has failed
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep an error of the block while others wait for this rank."""
+        try:
+            yield
+        except Exception as error:
+            if not self.is_waited_for:
+                raise
+            traceback.clear_frames(error.__traceback__)  # which hold memory
+            self.error = self.error or error
+
+
 # A round that goes on: it yields while it communicates.
 Travel = Generator[None, None, None]
 
@@ -141,10 +165,6 @@ class Exchange:
     `run` is collective: all ranks of both groups take part, also those that hold nothing, and all let their rounds go
     on in the same order. What goes back says also whether a rank has failed before, so that in each round either all
     ranks hear it or none; `tell` ends a step.
-
-    Attributes:
-        has_failed: whether this rank has failed in this step.
-        is_broken: whether communication has failed, so that no rank can wait for this one.
     """
 
     def __init__(self, groups: ProcessGroups, matrices: Sequence[Matrix]) -> None:
@@ -160,11 +180,12 @@ class Exchange:
             replicas=self._replicas,
             max_elements=min(max(share // ROUNDS, ROUND_ELEMENTS), CHUNK_ELEMENTS) * self._replicas,
         )
-        self.start()
+        self.start(Failure())
 
-    def start(self) -> None:
-        """Begin a step."""
-        self.has_failed = self.is_broken = False
+    def start(self, failure: Failure) -> None:
+        """Begin a step, in which other ranks wait for this one."""
+        failure.is_waited_for = True
+        self._failure = failure
         self._heard: list[Tensor] = []  # by round, whether a rank has said that it has failed
 
     def tell(self, message: str | None) -> str | None:
@@ -190,19 +211,21 @@ class Exchange:
             held: by index, this rank's part of each, in the dtype of the iteration, and the state of its rows.
             work: maps matrices, their whole tensors and the state of their rows, which it modifies, to results of the
                 same shapes and dtype.
-            error: what this rank has failed with on its way here; raised at the end.
-        """
-        errors: list[Exception] = []
-        try:
-            yield from self._run(matrices, held, work, error, errors)
-        except Exception:
-            self.is_broken = True
-            raise
-        if errors:
-            raise errors[0]
+            error: what this rank has failed with on its way here.
 
-    def _run(self, matrices: Round, held: Held, work: Work, error: Exception | None, errors: list[Exception]) -> Travel:
-        """Keep in `errors` what this rank fails with, and raise what breaks the exchange."""
+        Raises:
+            Exception: what this rank has failed with in this step; at the end.
+        """
+        try:
+            yield from self._run(matrices, held, work, error)
+        except Exception:
+            self._failure.is_waited_for = False
+            raise
+        if self._failure.error is not None:
+            raise self._failure.error
+
+    def _run(self, matrices: Round, held: Held, work: Work, error: Exception | None) -> Travel:
+        """Keep what this rank fails with, and raise what breaks the exchange."""
         owned: dict[tuple[int, int], list[Matrix]] = {}
         for matrix, owner in matrices:
             if matrix.shape.numel():
@@ -212,16 +235,17 @@ class Exchange:
         if self.groups.shards is not None:
             theirs = self._box([_parts(own, rank) for rank in range(self._ranks)])
         # Gather.
-        with self._kept(errors):
+        with self._failure.kept():
             _copy(_tensors_in(mine.parcels), _tensors_of(mine.parcels, held))
             if error is not None:
                 raise error
         yield from self._all_to_all(theirs, mine)
         # Orthogonalize.
-        with self._kept(errors):
-            if not errors:
+        with self._failure.kept():
+            if self._failure.error is None:
                 self._work(own, theirs.parcels, work)
-        status = torch.full((), float(self.has_failed), dtype=self.groups.dtype, device=self.groups.device)
+        has_failed = float(self._failure.error is not None)
+        status = torch.full((), has_failed, dtype=self.groups.dtype, device=self.groups.device)
         _copy(theirs.statuses, [status] * len(theirs.statuses))
         # Scatter. What has happened since this status is for the next round: else some ranks of other replicas would
         # hear it in this one, and some not.
@@ -229,19 +253,9 @@ class Exchange:
         boxes = yield from self._of_all_replicas(mine, owned)
         statuses = itertools.chain.from_iterable([box.statuses for box in boxes])
         self._heard.append(torch.stack([*statuses]).amax())
-        with self._kept(errors):
+        with self._failure.kept():
             for box in boxes:
                 _copy(_tensors_of(box.parcels, held), _tensors_in(box.parcels))
-
-    @contextlib.contextmanager
-    def _kept(self, errors: list[Exception]) -> Iterator[None]:
-        """Keep an error of the block, while others wait for this rank."""
-        try:
-            yield
-        except Exception as error:
-            traceback.clear_frames(error.__traceback__)  # which hold memory
-            errors.append(error)
-            self.has_failed = True
 
     def _work(self, own: list[Matrix], parcels: Sequence[Parcel], work: Work) -> None:
         """Put the parts of the directions of this rank's matrices in the place of those of their first moments."""
@@ -362,7 +376,8 @@ class MatrixPlanner:
     def __init__(self) -> None:
         """Start without plans."""
         self._exchanges: dict[Any, Exchange] = {}
-        self.shared: list[Exchange] = []  # of this step
+        self.shared: list[Exchange] = []  # of this step, as the next one
+        self.failure = Failure()
 
     def assign(
         self,
@@ -381,6 +396,7 @@ class MatrixPlanner:
             process_group: ranks that hold the same whole parameters and share the work; None for none.
             agree: lets all ranks stop where one has failed; called before ranks tell each other what they hold.
         """
+        self.shared, self.failure = [], Failure()
         alone: list[_Member] = []
         members: dict[ProcessGroups, list[_Member]] = {}
         for member in _members(param_groups):
@@ -390,13 +406,12 @@ class MatrixPlanner:
             elif member.param.grad is not None:
                 alone.append(member)
         chunk_of = _chunks_alone(alone)
-        self.shared = []
         for groups in sorted(members, key=ProcessGroups.order):
             exchange = self._exchange(groups, members[groups], specs, shapes, agree)
             for number, matrices in enumerate(exchange.rounds):
                 chunk = len(self.shared), number
                 chunk_of |= {matrix.param_index: chunk for matrix, _ in matrices}
-            exchange.start()
+            exchange.start(self.failure)
             self.shared.append(exchange)
         return chunk_of
 

@@ -6,7 +6,6 @@ A process alone has the same object with nothing in it, so a step does not ask w
 from __future__ import annotations
 
 import contextlib
-import traceback
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -123,9 +122,9 @@ class SharedStep:
             wanted = [settings.wants(index) or was_wanted for index, was_wanted in enumerate(wanted)]
         self.specs, self._error = ranks.shards.locate(param_groups, wanted, model)
         self.chunk_of: Mapping[int, Any] = {}
+        self._planner: MatrixPlanner | None = None  # of exchanges; None if no rule orthogonalizes
         self.sums: GroupSums | None = None  # None before `plan`, and for a process alone
         self._compared: Mapping[str, str] | None = None  # what must be the same on all ranks
-        self.error: Exception | None = None  # that this rank keeps to the end of the step
         self._has_agreed = False  # on going on, before the sums of the step
         self._is_told = False  # what is raised comes from an all-reduce: all ranks raise it
 
@@ -185,8 +184,8 @@ class SharedStep:
             self._compared = self._compare(max_grad_norm, metrics, to_place)
         if has_changed or any(map(takes_communication, to_place.values())):
             self._agree()
-        ranks.planner.shared = []
         if any(of_group.rule.orthogonalizes for of_group in settings.groups):
+            self._planner = ranks.planner
             self.chunk_of = ranks.planner.assign(
                 self._groups, self.specs, ranks.shards.shapes, self._process_group, self._agree
             )
@@ -299,23 +298,9 @@ class SharedStep:
                 self._ranks.interruption = str(error) or type(error).__name__
             raise
 
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Keep an error of the block, which may have changed something, while other ranks wait for this one.
-
-        They wait in the exchanges of the step, which tell them. Without exchanges, the process ends as with any
-        optimizer, or the next step refuses.
-        """
-        try:
-            yield
-        except Exception as error:
-            exchanges = self._ranks.planner.shared
-            if not exchanges or any(exchange.is_broken for exchange in exchanges):
-                raise
-            traceback.clear_frames(error.__traceback__)  # which hold memory
-            self.error = self.error or error
-            for exchange in exchanges:
-                exchange.has_failed = True
+    def held(self) -> contextlib.AbstractContextManager[None]:
+        """Keep an error of a block, which may have changed something, while other ranks wait; see `Failure`."""
+        return contextlib.nullcontext() if self._planner is None else self._planner.failure.kept()
 
     def overlap(self, updates: Iterable[Iterator[None]]) -> None:
         """Run updates that yield where they communicate: each begins before the one before it has ended.
@@ -345,14 +330,17 @@ class SharedStep:
         Raises:
             RuntimeError: a rank has failed after parameters had moved.
         """
-        message = None if self.error is None else named(self.error)
-        for exchange in self._ranks.planner.shared:
+        if self._planner is None:
+            return
+        error = self._planner.failure.error
+        message = None if error is None else named(error)
+        for exchange in self._planner.shared:
             message = exchange.tell(message) or message
         if message is not None:
             raise RuntimeError(
                 f"{message} (this step had begun to move parameters, so ranks no longer hold the same: go on from the "
                 "last checkpoint)"
-            ) from self.error
+            ) from error
 
     def _units_of(self, tensors: TensorList) -> list[int]:
         """Return the numbers by which all ranks know the units in a list of shards."""
@@ -378,8 +366,8 @@ class SharedStep:
         Those that ranks share come first, in one order on all ranks; this rank may have no list of one.
         """
         rounds: dict[Any, tuple[Exchange, Round]] = {}
-        if self.sums is not None:
-            rounds = self._ranks.planner.rounds(self.sums)
+        if self.sums is not None and self._planner is not None:
+            rounds = self._planner.rounds(self.sums)
         lists_of: dict[Any, list[TensorList]] = {chunk: [] for chunk in rounds}
         for tensors in lists:
             if tensors.chunk is not None:
