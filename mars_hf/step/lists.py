@@ -194,7 +194,7 @@ def _collect(
         of_group: dict[states.Buffers, Batch] = {}
         # By what decides the buffers in a group, and whether they are there; in 8 bits shapes do, too.
         known: dict[Any, Batch] = {}
-        in_8_bits = group["state_dtype"] == eight_bits.NAME
+        in_8_bits, orthogonalizes = group["state_dtype"] == eight_bits.NAME, rule.orthogonalizes
         for param in group["params"]:
             param_index += 1
             if param.grad is None:
@@ -212,7 +212,7 @@ def _collect(
                 if not in_8_bits:
                     kind = (param.dtype, *state)
                     known[kind] = batch
-            if rule.orthogonalizes:
+            if orthogonalizes:
                 states.prepare_rows(param, group, state, spec)
             batch.params.append(param)
             batch.states.append(state)
@@ -371,8 +371,8 @@ def _make_list(batch: Batch, key: Any, pieces: Sequence[Piece], numel: int) -> T
     tensors.buffers = {**columns, **_coded_columns(batch, columns, pieces)}
     tensors.steps = [batch.steps[position] for position, _, _ in pieces]
     tensors.shards = [shard for _, _, shard in pieces]
-    for position, _, shard in pieces:
-        tensors.indices.append(batch.indices[position] if shard is None else shard.param_index)
+    indices = batch.indices
+    tensors.indices = [indices[position] if shard is None else shard.param_index for position, _, shard in pieces]
     if rule.orthogonalizes:
         tensors.row_avg_sq = _of_shards(pieces, batch.rows_of_shards)
         tensors.units = [_units_in(*pair, group) for pair in zip(tensors.params, tensors.shards, strict=True)]
@@ -386,13 +386,12 @@ def _make_list(batch: Batch, key: Any, pieces: Sequence[Piece], numel: int) -> T
 
 def _cut(column: Sequence[Tensor], pieces: Iterable[Piece]) -> list[Tensor]:
     """Return the pieces of a batch's tensors."""
-    cut = []
-    for position, _, shard in pieces:
-        tensor = column[position]
-        if shard is not None and shard.numel != tensor.numel():
-            tensor = tensor[shard.start : shard.start + shard.numel]
-        cut.append(tensor)
-    return cut
+    return [column[position] if shard is None else _held(column[position], shard) for position, _, shard in pieces]
+
+
+def _held(tensor: Tensor, shard: Shard) -> Tensor:
+    """Return what a tensor has of a shard; all of it keeps its shape."""
+    return tensor if shard.numel == tensor.numel() else tensor[shard.start : shard.start + shard.numel]
 
 
 def _coded_columns(batch: Batch, columns: Mapping[str, list[Tensor]], pieces: Sequence[Piece]) -> dict[str, Column]:
