@@ -57,6 +57,8 @@ def cycle(engine: str, case: Case, folder: Path, origin: Path, notes: dict[str, 
         whole.train(0, STEPS)
         parts["whole"] = whole.results()
         whole.close()
+        if engine == "single":  # to compare with
+            return parts
         stopped = train.build_run(engine, case)
         stopped.train(0, HALF)
         stopped.save(folder)
