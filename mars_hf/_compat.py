@@ -25,7 +25,6 @@ PRIVATE_NAMES = {
     "torch._disable_dynamo": "`Mars.step` cannot be imported.",
     "torch._foreach_add_": "No rule runs; `rules.py` and others use this family.",
     "torch._utils._flatten_dense_tensors": "`mars_hf` cannot be imported: it joins small tensors on CPUs.",
-    "torch._utils._unflatten_dense_tensors": "As the name before.",
     "torch.optim:Optimizer._optimizer_step_pre_hooks": "Hooks before a step see gradients that are not clipped yet.",
     "torch.optim:Optimizer._optimizer_step_post_hooks": "As the name before, after a step.",
     "torch.optim.optimizer._global_optimizer_pre_hooks": "`mars_hf` cannot be imported.",
