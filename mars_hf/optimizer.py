@@ -297,7 +297,9 @@ class Mars(torch.optim.Optimizer):
             if self._is_made:
                 param_group = self._with_max_grad_norm(param_group)
             for group in self._as_in_model(param_group):
-                for part in split_by_role(group, self.defaults):
+                parts = split_by_role(group, self.defaults)
+                self._advice.on_large_lr_1d(group, self.defaults)
+                for part in parts:
                     if self._is_made and before:
                         self._match_names(part)
                     self._add_part(part)

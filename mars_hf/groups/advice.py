@@ -42,6 +42,27 @@ class Advice:
         for group in groups:
             self.add(group)
 
+    def on_large_lr_1d(self, group: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
+        """Warn if vectors would have more than ten times the rate of matrices: often `lr` was left at its default.
+
+        Args:
+            group: a new group, before it is split by role.
+            defaults: of the optimizer.
+        """
+        settings = {**defaults, **group}
+        lr, lr_1d = float(settings["lr"]), settings["lr_1d"]
+        has_one_rate = group.get("role") in ("adamw", "matrix")
+        follows_lr = "lr" in group and "lr_1d" not in group
+        if lr_1d is None or has_one_rate or follows_lr:
+            return
+        if float(lr_1d) > (1 + 1e-9) * 10 * lr:
+            self.say(
+                "large lr_1d",
+                f"lr_1d={float(lr_1d):g}, the learning rate of vectors (biases, norms), is more than ten times "
+                f"lr={lr:g}, that of matrices. Set lr (in TrainingArguments: learning_rate, which is 5e-5 by default), "
+                "or leave lr_1d out: vectors then follow lr",
+            )
+
     def on_unknown_roles(self, groups: Groups) -> None:
         """Warn if matrices are orthogonalized whose shape alone is known: embeddings and heads may be among them.
 

@@ -7,7 +7,7 @@ import functools
 
 import pytest
 import torch
-from helpers import equal, gpt2, logged
+from helpers import arguments, equal, gpt2, logged
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.optim.swa_utils import SWALR
@@ -238,3 +238,31 @@ def test_groups_of_unknown_parameters_are_said():
     stated = {"params": [nn.Parameter(torch.ones(4, 3))], "role": "adamw"}
     assert not logged(lambda: optimizer.add_param_group(stated), "group")
     assert [group["role"] for group in optimizer.param_groups[-2:]] == ["matrix", "adamw"]
+
+
+def a_model() -> nn.Module:
+    return nn.Sequential(nn.Embedding(7, 4), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+
+
+@pytest.mark.parametrize("kind", ["mars-adamw", "mars-m"])
+@pytest.mark.parametrize(
+    "make_optimizer",
+    [
+        lambda kind, _: Mars(make(), lr=5e-5, lr_1d=3e-3, mars_type=kind),
+        lambda kind, _: mars_hf.create(a_model(), lr=5e-5, lr_1d=3e-3, mars_type=kind),
+        lambda kind, _: Mars([{"params": make(), "lr": 5e-5, "lr_1d": 3e-3}], mars_type=kind),
+        lambda kind, folder: mars_hf.factory(arguments(folder), lr_1d=3e-3)[0](make(), mars_type=kind),
+    ],
+    ids=["Mars", "create", "group", "factory"],
+)
+def test_fast_vectors_are_said_once(make_optimizer, kind, tmp_path):
+    (said,) = logged(lambda: make_optimizer(kind, tmp_path), "rate of vectors")
+    assert "lr_1d=0.003" in said and "lr=5e-05" in said and "learning_rate" in said
+
+
+@pytest.mark.parametrize("settings", [{"lr": 3e-4, "lr_1d": 3e-3}, {"lr": 5e-5}, {"lr_embeddings": 0.1}], ids=str)
+def test_usual_rates_say_nothing(settings):
+    for kind in ("mars-adamw", "mars-m"):
+        assert not logged(
+            lambda kind=kind: mars_hf.create(a_model(), mars_type=kind, **{"lr": 3e-3, **settings}), "rate"
+        )
