@@ -344,6 +344,8 @@ def _sort(batch: Batch, chunk_of: Mapping[int, Any]) -> dict[Any, list[Piece]]:
     That is device, whether kernels can take them, and dtypes; the process group; and the chunk.
     """
     pieces: dict[Any, list[Piece]] = collections.defaultdict(list)
+    if not batch.rule.orthogonalizes:
+        chunk_of = {}  # a tensor of ZeRO that holds several parameters may be at the index of a matrix
     dtypes = [map(_dtype_of, column) for column in batch.tensors.values()]
     fits = batch.fits or itertools.repeat(True)
     forms = zip(map(_device_of, batch.tensors["params"]), fits, *dtypes, strict=False)

@@ -237,12 +237,24 @@ def test_one_run_a_folder(tmp_path, tokens):
 
 
 STOPPED = """
-import os, signal
+import os, signal, time
+import torch
+from pathlib import Path
 from pretrain_gpt2 import main
 from pretraining.run import processes
 from pretraining.run.resuming import PretrainingTrainer
+from transformers import TrainerState
 
-original = PretrainingTrainer.training_step
+original, save, save_to_json = PretrainingTrainer.training_step, torch.save, TrainerState.save_to_json
+
+def slow_save(content, path, **kwargs):
+    if "rng_state_1" in str(path):
+        time.sleep(2)
+    save(content, path, **kwargs)
+
+def save_last(state, path):
+    assert Path(path).with_name("rng_state_1.pth").is_file(), "what looks whole is not"
+    save_to_json(state, path)
 
 def training_step(trainer, *args, **kwargs):
     if os.environ["RANK"] == "1" and trainer.state.global_step == 4:
@@ -250,6 +262,7 @@ def training_step(trainer, *args, **kwargs):
     return original(trainer, *args, **kwargs)
 
 PretrainingTrainer.training_step = training_step
+torch.save, TrainerState.save_to_json = slow_save, save_last
 main()
 processes.leave()
 """

@@ -14,6 +14,8 @@ from torch.optim.swa_utils import SWALR
 
 import mars_hf
 from mars_hf import Mars
+from mars_hf.arithmetic.update_rules import update_rule
+from mars_hf.step.lists import build_lists
 
 
 def make() -> list[nn.Parameter]:
@@ -266,3 +268,14 @@ def test_usual_rates_say_nothing(settings):
         assert not logged(
             lambda kind=kind: mars_hf.create(a_model(), mars_type=kind, **{"lr": 3e-3, **settings}), "rate"
         )
+
+
+def test_chunks_are_of_matrices_alone():
+    """A tensor of ZeRO that holds several parameters may be at the index of a matrix."""
+    vector = nn.Parameter(torch.ones(3))
+    vector.grad = torch.ones(3)
+    optimizer = Mars([{"params": [vector], "role": "adamw"}], mars_type="mars-m")
+    (tensors,), _ = build_lists(
+        optimizer.param_groups, [update_rule(optimizer.param_groups[0])], optimizer.state, {}, {0: "of a matrix"}
+    )
+    assert tensors.chunk is None

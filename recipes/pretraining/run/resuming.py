@@ -27,7 +27,7 @@ _FREE = ("dropout", "attn_implementation")
 
 
 class PretrainingTrainer(mars_hf.MarsTrainer):
-    """MarsTrainer that also runs other optimizers, and that makes no step when it resumes a run at its end."""
+    """MarsTrainer that runs other optimizers, too, makes no step after a run's end, and saves once all ranks have."""
 
     requires_mars = False
 
@@ -36,6 +36,10 @@ class PretrainingTrainer(mars_hf.MarsTrainer):
             super()._run_epoch(*args, **kwargs)
         else:  # Trainer would make one step more
             self.control.should_training_stop = True
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        self.accelerator.wait_for_everyone()  # what all write is there before trainer_state.json
 
 
 class ResumePoint(NamedTuple):
