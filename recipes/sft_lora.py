@@ -57,7 +57,7 @@ def small_model(data: DatasetDict) -> tuple[Any, Any]:
     end = tokenizer.eos_token_id
     config = GPT2Config(vocab_size=len(tokenizer), n_positions=128, bos_token_id=end, eos_token_id=end)
     config.n_layer, config.n_head, config.n_embd = 2, 4, 128
-    config.initializer_range = 0.1  # what LoRA adds to is not to be small
+    config.initializer_range = 0.1  # random weights large enough for LoRA to build on
     return GPT2LMHeadModel(config), tokenizer
 
 

@@ -60,7 +60,7 @@ LOGGING = {
     "before": ("logging.basicConfig(format='user: %(message)s')", "", ["user: one", "user: two", "user: three"]),
     "errors alone": ("logging.getLogger('mars_hf').setLevel('ERROR')", "", []),
     "warnings": ("", "logging.getLogger('mars_hf').setLevel('WARNING')", ["one", "two"]),
-    # It silences loggers that exist, which nobody asks for who writes it.
+    # By default it silences the loggers that exist, which few users intend.
     "dictConfig": ("logging.config.dictConfig({'version': 1})", "", ["one", "two", "three"]),
 }
 

@@ -122,7 +122,7 @@ class Parcel(NamedTuple):
 class _Box(NamedTuple):
     """Bytes for what this rank sends to others or gets from them, and views of what is in them.
 
-    For each rank, one after the other: the parcels of some matrices, and whether a rank has failed.
+    The bytes of each rank follow those of the rank before it: first whether the sender has failed, then its parcels.
     """
 
     flat: Tensor

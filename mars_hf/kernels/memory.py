@@ -37,8 +37,8 @@ def inspect_memory(
         scales: for each parameter the scales of its states in 8 bits.
 
     Returns:
-        For each parameter, whether kernels can take it and its states, otherwise plain PyTorch does; and its gradient,
-        otherwise it is to be copied.
+        Two lists with a flag for each parameter: whether kernels can take it and its states, which plain PyTorch takes
+        if not, and whether they can take its gradient, which the caller copies if not.
 
     Raises:
         RuntimeError: a tensor that cannot be read or updated where it is.

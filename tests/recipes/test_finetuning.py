@@ -172,7 +172,7 @@ def test_chats_train_all_weights(base, data, tmp_path):
 
 
 def test_images_of_a_folder_and_another_head(data, tmp_path):
-    """A model of three classes gets a head for the two of a folder of images, of which a fifth is held out."""
+    """The images have two classes and the model three, so it gets a new head; a fifth of them is held out."""
     base, size = tmp_path / "base", {"height": 8, "width": 8}
     sizes = {"image_size": 8, "patch_size": 2, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2}
     before = ViTForImageClassification(ViTConfig(**sizes, num_hidden_layers=1, num_labels=3))
