@@ -33,9 +33,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from mars_hf.arithmetic import newton_schulz
 from mars_hf.arithmetic.directions import flops as flops_of
+from mars_hf.arithmetic.formulas import Options
 from mars_hf.arithmetic.matrix_layouts import MatrixLayout
 from mars_hf.arithmetic.newton_schulz import orthogonalize
-from mars_hf.arithmetic.rules import Options
 from mars_hf.distributed import exchange
 from mars_hf.kernels import gpu, symmetric
 

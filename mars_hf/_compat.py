@@ -23,7 +23,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 # transformers 5.19 to 5.23, accelerate 1.10 to 1.15, Python 3.10 to 3.14.
 PRIVATE_NAMES = {
     "torch._disable_dynamo": "`Mars.step` cannot be imported.",
-    "torch._foreach_add_": "No rule runs; `rules.py` and others use this family.",
+    "torch._foreach_add_": "No rule runs; `formulas.py` and others use this family.",
     "torch._utils._flatten_dense_tensors": "`mars_hf` cannot be imported: it joins small tensors on CPUs.",
     "torch.optim:Optimizer._optimizer_step_pre_hooks": "Hooks before a step see gradients that are not clipped yet.",
     "torch.optim:Optimizer._optimizer_step_post_hooks": "As the name before, after a step.",

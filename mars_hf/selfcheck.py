@@ -9,7 +9,7 @@ import torch
 
 import mars_hf
 from mars_hf import kernels
-from mars_hf.arithmetic.rules import ARITHMETICS, CODES
+from mars_hf.arithmetic.formulas import ARITHMETICS, CODES
 from mars_hf.kernels import gpu
 
 

@@ -22,7 +22,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from mars_hf import _compat, log
 from mars_hf.arithmetic.eight_bits import Coded, number_of_scales, scales_of_parts
-from mars_hf.arithmetic.rules import SCALES
+from mars_hf.arithmetic.formulas import SCALES
 from mars_hf.distributed.tensors import shape_of
 from mars_hf.groups import settings
 from mars_hf.groups.saved_settings import write_whole

@@ -54,7 +54,7 @@ NOUNS = {
     "arithmetic/matrix_layouts.py": ["MatrixLayout"],
     "arithmetic/directions.py": ["NewtonSchulz"],
     "arithmetic/resting.py": ["Units"],
-    "arithmetic/rules.py": ["Arithmetic", "Options", "Rounding"],
+    "arithmetic/formulas.py": ["Arithmetic", "Options", "Rounding"],
     "arithmetic/update_rules.py": ["UpdateRule"],
     "distributed/exchange.py": [
         "Exchange", "Failure", "Matrix", "MatrixPlanner", "Parcel", "ProcessGroups", "_Box", "_Member",

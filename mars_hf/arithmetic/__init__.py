@@ -1,1 +1,1 @@
-"""Numbers only: rules, and the orthogonalization of matrices."""
+"""Numbers only: rules, their formulas, and the orthogonalization of matrices."""

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from mars_hf._compat import cpu_multiplies_bfloat16
 from mars_hf.arithmetic import matrix_layouts, newton_schulz
+from mars_hf.arithmetic.formulas import parse_dtype
 from mars_hf.arithmetic.matrix_layouts import MatrixLayout
 from mars_hf.arithmetic.newton_schulz import coefficients_of, orthogonalize
-from mars_hf.arithmetic.rules import parse_dtype
 from mars_hf.arithmetic.update_rules import update_rule
 
 

@@ -1,6 +1,6 @@
 """MARS in a few readable lines: one tensor, one rule, no options. `Mars` is held to this by the tests.
 
-What has no gradient moves here by its momentum, as in the paper. In `Mars` it rests (see `rules.update`, resting.py).
+What has no gradient moves here by its momentum, as in the paper. In `Mars` it rests: see `formulas.update`, resting.py.
 
 Algorithms and equations are those of arXiv 2411.10438 (mars-adamw, mars-lion, mars-shampoo); mars-m is that of arXiv
 2510.21800. Where the official code differs from the paper, this follows the code and says so.

@@ -2,7 +2,7 @@
 
 Newton-Schulz would blow up what is left of its first moment to full size, at every step for ever. So rules that
 orthogonalize take its first moment for zero: its state decays, its weights do not move. Signs rest element by element,
-see `rules.update`.
+see `formulas.update`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The update rules: one entry each says what a rule computes, keeps and defaults to.
 
-Whatever depends on the rule of a group asks its entry. `rules.py` has the arithmetic that entries name: a new rule is
-an entry here, and a function there if no other rule has its arithmetic.
+Whatever depends on the rule of a group asks its entry. `formulas.py` has the arithmetic that entries name: a new rule
+is an entry here, and a function there if no other rule has its arithmetic.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from mars_hf.arithmetic.formulas import ARITHMETICS
 from mars_hf.arithmetic.newton_schulz import muon_scale, shampoo_scale
-from mars_hf.arithmetic.rules import ARITHMETICS
 
 
 def first_moment_rms(beta1: float, gamma: float = 0.0) -> float:
@@ -49,7 +49,7 @@ class UpdateRule:
     """How the parameters of a group are updated."""
 
     name: str  # a `mars_type`, or "adamw"
-    arithmetic: str  # the function of `rules.ARITHMETICS` that writes parameters, or first moments to orthogonalize
+    arithmetic: str  # the function of `formulas.ARITHMETICS` that writes parameters, or first moments to orthogonalize
     corrects: bool = True  # the gradient is corrected by the last one, and clipped; False for AdamW alone
     # Factor of an orthogonalized (out, in) matrix; None: the rule does not orthogonalize.
     update_scale: Callable[[int, int], float] | None = None

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mars_hf.arithmetic.rules import sum_dtype
+from mars_hf.arithmetic.formulas import sum_dtype
 from mars_hf.distributed.tensors import Group, ShardSpec, ranks_of
 
 

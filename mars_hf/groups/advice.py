@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mars_hf import log
-from mars_hf.arithmetic.rules import HALF_DTYPES
+from mars_hf.arithmetic.formulas import HALF_DTYPES
 from mars_hf.arithmetic.update_rules import update_rule
 
 Groups = Sequence[Mapping[str, Any]]

@@ -1,17 +1,17 @@
-"""Choose the backend of a list of tensors: the plain rules, or kernels that compute the same faster.
+"""Choose the backend of a list of tensors: plain PyTorch, or kernels that compute the same faster.
 
-Kernels prove that at first use, see `compare_with_plain`; those that fail give way to the plain rules for the rest of
+Kernels prove that at first use, see `compare_with_plain`; those that fail give way to plain PyTorch for the rest of
 the run.
 
 | backend  | where | what it is                               | chosen by `fused=None`                 |
 | -------- | ----- | ---------------------------------------- | -------------------------------------- |
 | triton   | GPU   | kernels/gpu.py, two passes, any tensors  | wherever it runs                       |
 | compiled | CPU   | kernels/cpu.py, two passes               | from `COMPILED_FROM` elements on       |
-| foreach  | any   | rules.py on whole lists                  | on GPUs, for small models on CPUs      |
-| for-loop | CPU   | rules.py, a call for each tensor         | otherwise                              |
+| foreach  | any   | formulas.py on whole lists               | on GPUs, for small models on CPUs      |
+| for-loop | CPU   | formulas.py, a call for each tensor      | otherwise                              |
 
-Orthogonalized matrices use their backend for the first moments only. Newton-Schulz follows; then rules.py applies the
-directions.
+Orthogonalized matrices use their backend for the first moments only. Newton-Schulz follows; then formulas.py
+applies the directions.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ import torch
 from torch import Tensor
 
 from mars_hf import log
-from mars_hf.arithmetic import eight_bits, rules
+from mars_hf.arithmetic import eight_bits, formulas
 from mars_hf.arithmetic.eight_bits import Coded, Column, Columns, join_weight, tensors_of, values_of
-from mars_hf.arithmetic.rules import SCALES
+from mars_hf.arithmetic.formulas import SCALES
 from mars_hf.kernels import joined
 
 # Compiling takes a second or two, once per machine. From this size on it pays off within a few hundred steps.
@@ -44,14 +44,14 @@ _failures: dict[torch.device, str] = {}  # why kernels no longer run
 
 @dataclass(frozen=True)
 class Backend:
-    """Run `rules.sums` and `rules.update`: as they are, or by kernels, which need dense tensors in one memory order."""
+    """Run `formulas.sums` and `formulas.update`: as they are, or by kernels, which take dense tensors in one order."""
 
     name: str
     kernels: ModuleType | None = None
-    foreach: bool = False  # rules.py gets whole lists: fewer launches, temporaries for all tensors at once
+    foreach: bool = False  # formulas.py gets whole lists: fewer launches, temporaries for all tensors at once
 
     def run_sums(self, gradients: list[Tensor], last_grads: Column, **settings: Any) -> Tensor:
-        """Take the sums; see `rules.sums`. Last gradients may be in 8 bits."""
+        """Take the sums; see `formulas.sums`. Last gradients may be in 8 bits."""
         if self.kernels is not None:
             return self.kernels.sums(gradients, last_grads, **settings)
         if self.foreach and joined.can_sum(gradients, last_grads):
@@ -60,13 +60,13 @@ class Backend:
         parts = [slice(start, start + size) for start in range(0, len(gradients), size)]
         columns = []
         for part in parts:
-            columns.append(rules.sums(gradients[part], values_of(last_grads[part]), **settings))
+            columns.append(formulas.sums(gradients[part], values_of(last_grads[part]), **settings))
         return torch.cat(columns, dim=1)
 
     def run_update(
-        self, params: list[Tensor], gradients: list[Tensor], buffers: Columns, options: rules.Options
+        self, params: list[Tensor], gradients: list[Tensor], buffers: Columns, options: formulas.Options
     ) -> Any:
-        """Update; see `rules.update`. Buffers may be in 8 bits. Returns what kernels do."""
+        """Update; see `formulas.update`. Buffers may be in 8 bits. Returns what kernels do."""
         if self.kernels is not None:
             # Kernels bypass autograd: a graph that has saved a parameter must not run backward.
             torch.autograd.graph.increment_version(params)
@@ -88,10 +88,10 @@ class Backend:
             _update_buffers(params[part], gradients[part], of_part, part_options)
 
 
-def _update_buffers(params: list[Tensor], gradients: list[Tensor], buffers: Columns, options: rules.Options) -> None:
-    """Update by the plain rules; buffers in 8 bits are decoded for them, and encoded after them."""
+def _update_buffers(params: list[Tensor], gradients: list[Tensor], buffers: Columns, options: formulas.Options) -> None:
+    """Update in plain PyTorch; buffers in 8 bits are decoded for them, and encoded after them."""
     values = {name: values_of(column) for name, column in buffers.items()}
-    rules.update(params, gradients, values, options)
+    formulas.update(params, gradients, values, options)
     for name, column in buffers.items():
         for each, value, step in zip(column, values[name], options.steps, strict=True):
             if isinstance(each, Coded):
@@ -113,12 +113,12 @@ def choose_backend(
         group: the parameter group; its `fused`, `rounding` and `second_moment` decide.
         device: device of the tensors.
         dtypes: dtypes of all tensors, by the name of their list; "params" is what the update writes into.
-        arithmetic: a name in `rules.ARITHMETICS`; each module of kernels states those that it has, and which buffers.
+        arithmetic: a name in `formulas.ARITHMETICS`; a module of kernels states those that it has, and which buffers.
         numel: number of elements in all parameters of the optimizer.
         dense: whether the memory suits kernels: no gaps, one order, aligned, shared with nothing.
 
     Raises:
-        RuntimeError: `fused=True` where no kernels run, or where they compute something else than the plain rules.
+        RuntimeError: `fused=True` where no kernels run, or where they compute something else than plain PyTorch.
     """
     plain = _plain_backend(device, numel, dense=dense)
     if not dense or not _wants_kernels(group, device, numel):
@@ -137,7 +137,7 @@ def choose_backend(
 
 
 def _plain_backend(device: torch.device, numel: int, *, dense: bool) -> Backend:
-    """Return the plain rules: on whole lists, which saves calls, or tensor by tensor.
+    """Return plain PyTorch: on whole lists, which saves calls, or tensor by tensor.
 
     A CPU takes tensors one by one if lists leave its cache, or if tensors may share memory: on a list, a rule reads all
     of them before it writes one.
@@ -184,24 +184,25 @@ def kernels_of(device: torch.device) -> ModuleType:
 def compare_with_plain(
     backend: Backend, device: torch.device, dtypes: Dtypes, arithmetic: str, second_moment: str
 ) -> str:
-    """Return what kernels compute otherwise than `rules`, "" if nothing; once a process for each set of arguments.
+    """Return what kernels compute otherwise than `formulas`, "" if nothing; once a process for each set of arguments.
 
-    They take the sums and the update of a few small tensors, with and without scales; tensors and random numbers are
-    the check's own.
+    They take the sums and the update of a few small tensors, once by default and once with all options on; tensors and
+    random numbers are the check's own.
 
     Every rank decides for itself. Machines of one kind decide alike, and replicas on several kinds round differently
     anyway. A collective would hang where ranks hold different lists, as under ZeRO.
     """
+    plain = Backend("foreach", foreach=True)
     # Of the largest element, beyond each element's own rounding.
     tolerance = 1e-12 if {dtype for _, dtype in dtypes} == {torch.float64} else 2e-6
     try:
         with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
-            for scaled in (False, True):
-                by_kernels = _compute(backend, device, dtypes, arithmetic, second_moment, scaled)
-                by_rules = _compute(Backend("foreach", foreach=True), device, dtypes, arithmetic, second_moment, scaled)
-                for name in by_rules:
-                    for ours, plain in zip(by_kernels[name], by_rules[name], strict=True):
-                        _compare(name, ours, plain, tolerance)
+            for all_on in (False, True):
+                found = _compute(backend, device, dtypes, arithmetic, second_moment, all_on)
+                expected = _compute(plain, device, dtypes, arithmetic, second_moment, all_on)
+                for name in expected:
+                    for ours, theirs in zip(found[name], expected[name], strict=True):
+                        _compare(name, ours, theirs, tolerance)
     except Exception as error:
         names = ", ".join(sorted({str(dtype).removeprefix("torch.") for _, dtype in dtypes}))
         reason = " ".join(f"{type(error).__name__}: {error}".split())
@@ -252,22 +253,26 @@ def _compare(name: str, ours: Tensor, plain: Tensor, tolerance: float) -> None:
 
 
 def _compute(
-    backend: Backend, device: torch.device, dtypes: Dtypes, arithmetic: str, second_moment: str, scaled: bool
+    backend: Backend, device: torch.device, dtypes: Dtypes, arithmetic: str, second_moment: str, all_on: bool
 ) -> dict[str, list[Tensor]]:
-    """Return the tensors of a check after an update, and their sums, by name."""
+    """Return the tensors of a check after an update, and their sums, by name.
+
+    With `all_on` gradients are scaled, decay is cautious, m blends c and e, and kernels round bfloat16 stochastically.
+    """
     lists = _random_lists(device, dtypes)
-    scale = torch.full((), 0.7, dtype=torch.float64, device=device) if scaled else None
+    scale = torch.full((), 0.7, dtype=torch.float64, device=device) if all_on else None
     buffers = _buffers_among(lists)
     sums = backend.run_sums(lists["grads"], buffers.get("last_grad", []), k=0.4, grad_scale=scale)
-    rounding = rules.NEAREST
+    rounding = formulas.NEAREST
     if lists["compensation"]:
-        rounding = rules.Rounding(kind="kahan", compensations=lists["compensation"])
-    elif scaled and lists["params"][0].dtype == torch.bfloat16 and backend.kernels is not None:
-        rounding = rules.Rounding(kind="stochastic", seeds=[1, 2, 3])  # another neighbour than the nearest one, at most
-    options = rules.Options(
+        rounding = formulas.Rounding(kind="kahan", compensations=lists["compensation"])
+    elif all_on and lists["params"][0].dtype == torch.bfloat16 and backend.kernels is not None:
+        # At most the other neighbour in bfloat16, which `_compare` accepts.
+        rounding = formulas.Rounding(kind="stochastic", seeds=[1, 2, 3])
+    options = formulas.Options(
         arithmetic=arithmetic, steps=[1.0, 2.0, 30.0], lr=0.01, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1,
-        cautious=scaled, grad_scale=scale, k=0.4, factors=rules.clip_factors(sums[3], 5.0),
-        blend=0.3 if scaled else 0.0, second_moment=second_moment,
+        cautious=all_on, grad_scale=scale, k=0.4, factors=formulas.clip_factors(sums[3], 5.0),
+        blend=0.3 if all_on else 0.0, second_moment=second_moment,
         rounding=rounding,
     )  # fmt: skip
     backend.run_update(lists["params"], lists["grads"], buffers, options)

@@ -31,7 +31,7 @@ from torch import Tensor
 from mars_hf import log
 from mars_hf.arithmetic import eight_bits
 from mars_hf.arithmetic.eight_bits import Column, Columns, scales_of, tensors_of
-from mars_hf.arithmetic.rules import NEAREST, Options, Rounding
+from mars_hf.arithmetic.formulas import NEAREST, Options, Rounding
 
 NAME = "compiled"
 SOURCE = Path(__file__).with_name("cpu.cpp")
@@ -105,7 +105,7 @@ def sums(
     products: bool = True,
     corrected: bool = True,
 ) -> Tensor:
-    """Take the sums of `rules.sums` over dense tensors, in memory order.
+    """Take the sums of `formulas.sums` over dense tensors, in memory order.
 
     Products are in the arithmetic's dtype, in float64 where that overflows; row totals add up in float64. Rows the
     caller does not need stay zero. Without last gradients c is g, and only <g, g> is computed.
@@ -126,7 +126,7 @@ def update(
     buffers: Columns,
     options: Options,
 ) -> Tensor:
-    """Update dense tensors as `rules.update` does, in memory order.
+    """Update dense tensors as `formulas.update` does, in memory order.
 
     With `clip_bounds` it clips by itself those whose <g, g> is above theirs, and returns <g, g>, float64, one per
     tensor.

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from mars_hf.arithmetic import eight_bits
 from mars_hf.arithmetic.eight_bits import Column, Columns, scales_of, tensors_of
-from mars_hf.arithmetic.rules import Options
+from mars_hf.arithmetic.formulas import Options
 
 try:
     from mars_hf.kernels import gpu_device
@@ -72,7 +72,7 @@ def sums(
     products: bool = True,
     corrected: bool = True,
 ) -> Tensor:
-    """Take the sums of `rules.sums` over dense tensors, in memory order.
+    """Take the sums of `formulas.sums` over dense tensors, in memory order.
 
     `products` and `corrected` are ignored: no row costs anything in a pass bound by memory. The scale is on the device.
     """
@@ -101,7 +101,7 @@ def update(
     buffers: Columns,
     options: Options,
 ) -> None:
-    """Update dense tensors as `rules.update` does, in memory order; a learning rate in a tensor is not waited for."""
+    """Update dense tensors as `formulas.update` does, in memory order. A rate in a tensor is not waited for."""
     rounding = options.rounding
     last, *moments = [buffers.get(name, []) for name in ("last_grad", "exp_avg", "exp_avg_sq")]
     lists = [gradients, tensors_of(last), params, *map(tensors_of, moments)]

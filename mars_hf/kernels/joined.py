@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
-from mars_hf.arithmetic import rules
+from mars_hf.arithmetic import formulas
 from mars_hf.arithmetic.eight_bits import Column, Columns, is_coded, tensors_of
 
 
@@ -19,7 +19,7 @@ def can_sum(gradients: Sequence[Tensor], last_grads: Column) -> bool:
     return _can_join(gradients, [last_grads]) and all(map(Tensor.is_contiguous, gradients))
 
 
-def can_update(params: Sequence[Tensor], buffers: Columns, options: rules.Options) -> bool:
+def can_update(params: Sequence[Tensor], buffers: Columns, options: formulas.Options) -> bool:
     """Return whether `update` takes these tensors: all at one step, rounded to nearest."""
     have_one_step = len(set(options.steps)) == 1
     return _can_join(params, buffers.values()) and have_one_step and options.rounding.kind == "nearest"
@@ -39,18 +39,19 @@ def sums(
     products: bool = True,
     corrected: bool = True,
 ) -> Tensor:
-    """Take the sums of `rules.sums`, to the bit."""
+    """Take the sums of `formulas.sums`, to the bit."""
+    joined = [_flatten_dense_tensors(gradients)]
     joined_last = [_flatten_dense_tensors(last_grads)] if last_grads else []
-    g, last, c = rules.correct([_flatten_dense_tensors(gradients)], joined_last, grad_scale, k if corrected else None)
+    g, last, c = formulas.correct(joined, joined_last, grad_scale, k if corrected else None)
     if not products:
         g, last = [], []
     sizes = list(map(Tensor.numel, gradients))
-    parts = [list(joined[0].double().split(sizes)) if joined else [] for joined in (g, last, c)]
-    return rules.sums_of(*parts, products=products, corrected=corrected)
+    parts = [list(tensors[0].double().split(sizes)) if tensors else [] for tensors in (g, last, c)]
+    return formulas.sums_of(*parts, products=products, corrected=corrected)
 
 
-def update(params: list[Tensor], gradients: list[Tensor], buffers: Columns, options: rules.Options) -> None:
-    """Update as `rules.update` does, to the bit."""
+def update(params: list[Tensor], gradients: list[Tensor], buffers: Columns, options: formulas.Options) -> None:
+    """Update as `formulas.update` does, to the bit."""
     by_shape: dict[torch.Size, list[int]] = collections.defaultdict(list)
     for position, param in enumerate(params):
         by_shape[param.shape].append(position)
@@ -66,7 +67,7 @@ def update(params: list[Tensor], gradients: list[Tensor], buffers: Columns, opti
         options = replace(options, factors=torch.cat(factors).unsqueeze(0))
     joined = {name: [_join(of_list)] for name, of_list in stacks.items()}
     joined_params, joined_gradients = joined.pop("params"), joined.pop("grads")
-    rules.update(joined_params, joined_gradients, joined, replace(options, steps=options.steps[:1]))
+    formulas.update(joined_params, joined_gradients, joined, replace(options, steps=options.steps[:1]))
     for name, (tensor,) in {"params": joined_params, **joined}.items():
         _part(tensor, stacks[name])
 

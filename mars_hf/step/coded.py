@@ -17,7 +17,7 @@ from torch import Tensor
 from mars_hf import log
 from mars_hf.arithmetic import eight_bits
 from mars_hf.arithmetic.eight_bits import Coded
-from mars_hf.arithmetic.rules import CODES, SCALES
+from mars_hf.arithmetic.formulas import CODES, SCALES
 from mars_hf.arithmetic.update_rules import UpdateRule
 from mars_hf.distributed.shards import first_dim_of_rows, part_of, placed_like
 from mars_hf.distributed.tensors import ShardSpec, is_dtensor, local

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mars_hf.arithmetic.rules import SCALES
+from mars_hf.arithmetic.formulas import SCALES
 from mars_hf.arithmetic.update_rules import update_rule
 from mars_hf.distributed.shards import place_gradients
 from mars_hf.distributed.tensors import local

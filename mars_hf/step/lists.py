@@ -19,8 +19,8 @@ from torch import Tensor
 from mars_hf.arithmetic import eight_bits
 from mars_hf.arithmetic.directions import iteration_dtype
 from mars_hf.arithmetic.eight_bits import Coded, Column, tensors_of
+from mars_hf.arithmetic.formulas import CODES
 from mars_hf.arithmetic.resting import Units
-from mars_hf.arithmetic.rules import CODES
 from mars_hf.arithmetic.update_rules import UpdateRule
 from mars_hf.distributed.tensors import PLAIN, Group, Shard, ShardSpec, local
 from mars_hf.kernels import Backend, choose_backend
@@ -57,7 +57,7 @@ class TensorList:
     units: list[Units] = field(default_factory=list)  # of rules that orthogonalize: what rests on its own
     correction: float = 0.0  # k
     # Set between collecting and updating:
-    sums: Tensor | None = None  # rows of `rules.sums`; None if the step does not need them
+    sums: Tensor | None = None  # rows of `formulas.sums`; None if the step does not need them
     grad_scale: Tensor | None = None  # 0-d; None means 1
     factors: Tensor | None = None  # one per entry; None means 1
     clip_bounds: list[float] = field(default_factory=list)  # largest <g, g> at which c is surely not clipped, if known
@@ -75,7 +75,7 @@ class TensorList:
         return self.group["clip_threshold"] if self.rule.corrects else None
 
     def run_sums(self, *, without_last_grads: bool = False, **needed: bool) -> Tensor:
-        """Return the sums over each gradient and its last gradient; `needed`: see `rules.sums`."""
+        """Return the sums over each gradient and its last gradient; `needed`: see `formulas.sums`."""
         last_grads = [] if without_last_grads else self.buffers.get("last_grad", [])
         return self.backend.run_sums(self.grads, last_grads, grad_scale=self.grad_scale, k=self.correction, **needed)
 

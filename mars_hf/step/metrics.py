@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from mars_hf.arithmetic.rules import sum_dtype
+from mars_hf.arithmetic.formulas import sum_dtype
 from mars_hf.distributed.norms import all_reduce
 from mars_hf.distributed.tensors import Group
 
@@ -62,7 +62,7 @@ class StepMetrics:
         """Add pieces of parameters, whole ones included.
 
         Args:
-            sums: sums over the pieces, from `rules.sums`.
+            sums: sums over the pieces, from `formulas.sums`.
             squares: squared norm of the whole c_t that each piece belongs to.
             fractions: each piece's, of its parameter.
             clip_threshold: the group's threshold; None for no clipping.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mars_hf.arithmetic import eight_bits, matrix_layouts
 from mars_hf.arithmetic.directions import count_rows
-from mars_hf.arithmetic.rules import CODES, SCALES, parse_dtype
+from mars_hf.arithmetic.formulas import CODES, SCALES, parse_dtype
 from mars_hf.arithmetic.update_rules import UpdateRule, update_rule
 from mars_hf.distributed.tensors import ShardSpec, local
 from mars_hf.groups import settings

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from mars_hf.arithmetic import resting, rules
+from mars_hf.arithmetic import formulas, resting
 from mars_hf.step.last_norms import LastNorms
 from mars_hf.step.lists import TensorList
 from mars_hf.step.metrics import StepMetrics, counted_by
@@ -128,7 +128,7 @@ def set_factors(
         return None
     squares = [sums[GG].sum() for tensors, sums in summed if tensors.process_group is None]
     norm = _norm_of([*squares, *shared.sums_of_row(GG)])
-    scale = rules.global_scale(norm, max_grad_norm)
+    scale = formulas.global_scale(norm, max_grad_norm)
     for tensors, sums in summed:
         _set_scale(tensors, sums, scale, shared, metrics)
     return norm
@@ -157,10 +157,10 @@ def _set_scale(
             _set_clip_factors(tensors, sums, shared, metrics)
     elif _needs_corrected(tensors, metrics):
         whole = shared.whole_sums(tensors, sums[PRODUCTS])
-        square = rules.corrected_square(whole, k, scale)
+        square = formulas.corrected_square(whole, k, scale)
         _clip(tensors, square)
         if metrics is not None:
-            corrected = rules.corrected_square(sums, k, scale)
+            corrected = formulas.corrected_square(sums, k, scale)
             scaled = torch.stack([sums[GG] * scale**2, sums[GL] * scale, sums[LL], corrected])
             _measure(tensors, scaled, square, metrics)
 
@@ -175,7 +175,7 @@ def _set_clip_factors(tensors: TensorList, sums: Tensor, shared: SharedStep, met
 
 def _clip(tensors: TensorList, square: Tensor) -> None:
     if tensors.clip_threshold is not None:
-        tensors.factors = rules.clip_factors(square, tensors.clip_threshold)
+        tensors.factors = formulas.clip_factors(square, tensors.clip_threshold)
 
 
 def _measure(tensors: TensorList, sums: Tensor, square: Tensor, metrics: StepMetrics) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mars_hf.arithmetic import resting, rules
+from mars_hf.arithmetic import formulas, resting
 from mars_hf.step.lists import TensorList
 from mars_hf.step.metrics import StepMetrics, counted_by
 from mars_hf.step.ranks import Chunk
@@ -88,7 +88,7 @@ def update(tensors: TensorList, directions: list[Tensor] | None = None, metrics:
         _move(part, of_part)
         process_group = counted_by(part.process_group)
         metrics.add_update(part.params, before, process_group)
-        if part.params[0].dtype in rules.HALF_DTYPES and _rounding(part).kind == "nearest":
+        if part.params[0].dtype in formulas.HALF_DTYPES and _rounding(part).kind == "nearest":
             metrics.add_lost(part.params, before, part.grads, process_group)
 
 
@@ -112,7 +112,7 @@ def _move(tensors: TensorList, directions: list[Tensor] | None) -> None:
     if directions is None:
         _write(tensors, tensors.params, tensors.rule.arithmetic, rounding)
     else:
-        rules.apply(
+        formulas.apply(
             tensors.params,
             directions,
             lr=float(group["lr"]),
@@ -123,7 +123,7 @@ def _move(tensors: TensorList, directions: list[Tensor] | None) -> None:
 
 
 def _write(
-    tensors: TensorList, params: list[Tensor], arithmetic: str, rounding: rules.Rounding = rules.NEAREST
+    tensors: TensorList, params: list[Tensor], arithmetic: str, rounding: formulas.Rounding = formulas.NEAREST
 ) -> None:
     """Write what an arithmetic gives into `params`: the moved parameters, or for "momentum" the first moments."""
     squares = tensors.backend.run_update(
@@ -136,10 +136,10 @@ def _write(
         tensors.squares = squares
 
 
-def _options(tensors: TensorList, arithmetic: str, rounding: rules.Rounding) -> rules.Options:
+def _options(tensors: TensorList, arithmetic: str, rounding: formulas.Rounding) -> formulas.Options:
     group = tensors.group
     averages_gradients = tensors.rule.corrects and not tensors.last_grad
-    return rules.Options(
+    return formulas.Options(
         arithmetic=arithmetic,
         steps=[step.item() for step in tensors.steps],
         lr=group["lr"],
@@ -183,18 +183,18 @@ def _weight_decay(group: Mapping[str, Any]) -> float:
     return weight_decay / peak if peak else 0.0
 
 
-def _rounding(tensors: TensorList) -> rules.Rounding:
+def _rounding(tensors: TensorList) -> formulas.Rounding:
     """Return how a list's parameters are rounded."""
     kind = tensors.group["rounding"]
     if kind == "nearest" or tensors.params[0].dtype != torch.bfloat16:
-        return rules.NEAREST
+        return formulas.NEAREST
     if kind == "kahan":
-        return rules.Rounding(kind=kind, compensations=tensors.compensation)
-    return rules.Rounding(kind=kind, seeds=_seeds(tensors))
+        return formulas.Rounding(kind=kind, compensations=tensors.compensation)
+    return formulas.Rounding(kind=kind, seeds=_seeds(tensors))
 
 
 def _seeds(tensors: TensorList) -> list[int]:
     """Return the noise seed of each entry: equal on all ranks that hold it, whatever else its list contains."""
     steps = [int(step.item()) for step in tensors.steps]
     offsets = [0 if shard is None else shard.slice.offset for shard in tensors.shards]
-    return [rules.noise_seed(*entry) for entry in zip(tensors.indices, steps, offsets, strict=True)]
+    return [formulas.noise_seed(*entry) for entry in zip(tensors.indices, steps, offsets, strict=True)]

@@ -17,7 +17,7 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from transformers.trainer_callback import TrainerCallback, TrainerControl, TrainerState
 from transformers.training_args import TrainingArguments
 
-from mars_hf.arithmetic.rules import global_scale
+from mars_hf.arithmetic.formulas import global_scale
 from mars_hf.distributed.tensors import is_dtensor, local
 from mars_hf.optimizer import Mars
 from mars_hf.training.guard import unwrap_optimizer

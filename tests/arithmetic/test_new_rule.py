@@ -19,7 +19,7 @@ CHANGES = {
     UpdateRule(name="mars-mix", arithmetic="mix", lr_1d_ratio=0.25, update_rms=lambda beta1, gamma: 2.0),
 """,
     },
-    "rules.py": {
+    "formulas.py": {
         "class Arithmetic(NamedTuple):": """\
 def _write_mix(params, g, m, s, buffers, options):
     torch._foreach_lerp_(buffers["slow_avg"], s, 0.001)

@@ -272,7 +272,7 @@ def test_error_after_the_last_exchange(mars_type, monkeypatch):
     """It is this rank's alone; if it goes on, the next step stops all."""
     if mars_type == "mars-m":
         where = "apply"
-        monkeypatch.setattr(update.rules, where, failing_on(update.rules.apply, 1, 1, MemoryError()))
+        monkeypatch.setattr(update.formulas, where, failing_on(update.formulas.apply, 1, 1, MemoryError()))
     else:
         original = mars_hf.optimizer.update
         monkeypatch.setattr(mars_hf.optimizer, "update", failing_on(original, 1, 0, MemoryError()))

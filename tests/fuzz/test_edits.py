@@ -358,7 +358,7 @@ def test_many_more(backend, seed, rule, edits):
     run(backend, seed, rule, edits)
 
 
-@pytest.mark.skipif(TRITON, reason="compares plain rules")
+@pytest.mark.skipif(TRITON, reason="compares plain PyTorch")
 @settings(max_examples=30, derandomize=True, deadline=None, database=None)
 @given(seed=st.integers(0, 2**32 - 1), rule=st.sampled_from(list(RULES)), order=st.permutations(range(6)))
 def test_order_and_grouping_change_no_bit(seed, rule, order):

@@ -28,7 +28,7 @@ _STEPS_OR_NONE = Kind("an integer >= 0", lambda value: type(value) is int and va
         "        max_grad_norm: float | None = None,\n": "        decay_steps: int = 0,\n",
     },
     "mars_hf/step/update.py": {
-        "        rules.apply(\n": """\
+        "        formulas.apply(\n": """\
         if 0 < group["decay_steps"] < tensors.steps[0]:
             group = {**group, "weight_decay": 0.0}
 """,

@@ -1,4 +1,4 @@
-"""The contract of `rules.sums` and `rules.update` in straight-line float64, and what implements it.
+"""The contract of `formulas.sums` and `formulas.update` in straight-line float64, and what implements it.
 
 Under TRITON_INTERPRET=1, which Triton reads once per process, that is the Triton kernels alone, on the CPU.
 """
@@ -13,7 +13,7 @@ import torch
 from helpers import needs_compiler
 from torch import Tensor
 
-from mars_hf.arithmetic.rules import Options
+from mars_hf.arithmetic.formulas import Options
 from mars_hf.kernels import Backend, cpu
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -97,7 +97,7 @@ def expected_update(
     beta1: float, beta2: float, eps: float, weight_decay: float, grad_scale: Any = None,
     factors: Any = None, second_moment: str = "corrected", cautious: bool = False,
 ) -> dict[str, list[Tensor]]:  # fmt: skip
-    """Apply the contract of `rules.update` line by line, on copies."""
+    """Apply the contract of `formulas.update` line by line, on copies."""
     wide = {name: [tensor.double().clone() for tensor in tensors] for name, tensors in lists.items()}
     for i, (x, e) in enumerate(zip(wide["params"], wide["exp_avg"], strict=True)):
         g, _, c = corrected(wide["gradients"], wide["last_grad"], i, grad_scale, k)

@@ -1,4 +1,4 @@
-"""rules.py and every kernel do what the contract says, at every flag, dtype, size and offset."""
+"""formulas.py and every kernel do what the contract says, at every flag, dtype, size and offset."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from contract import (
 
 from mars_hf import Mars
 from mars_hf import kernels as backends
-from mars_hf.arithmetic import rules
+from mars_hf.arithmetic import formulas
 
 SMALL = [5, 0, 1500]
 # Around the blocks, rows and tiles of both kernels.
@@ -190,14 +190,14 @@ def test_square_of_the_corrected_gradient_does_not_cancel(backend, device):
         sums, expected = BACKENDS[backend]().run_sums(g, last, k=k), expected_sums(g, last, k=k)[3]
         torch.testing.assert_close(sums[3], expected, rtol=1e-6, atol=0)
         if k < 1e4:  # gamma 1 and beta1 0.99
-            of_products = rules.corrected_square(sums, k, torch.ones((), device=device))
+            of_products = formulas.corrected_square(sums, k, torch.ones((), device=device))
             torch.testing.assert_close(of_products, expected, rtol=1e-6, atol=0)
 
 
 def test_square_of_the_corrected_gradient_is_not_negative():
     """Sums that rounding has changed, of a last gradient that leaves nothing: 9 - 18 + 8.9996."""
     products = torch.tensor([1.0, 1.5, 2.2499], dtype=torch.float64)
-    assert rules.corrected_square(products, 2.0, torch.ones(())) == 0
+    assert formulas.corrected_square(products, 2.0, torch.ones(())) == 0
 
 
 @every_implementation
@@ -229,8 +229,8 @@ def test_gradient_may_be_the_parameter():
 # --- stochastic rounding ---------------------------------------------------------------------------------------------
 
 
-def stochastic(seeds: list[int]) -> rules.Rounding:
-    return rules.Rounding(kind="stochastic", seeds=seeds)
+def stochastic(seeds: list[int]) -> formulas.Rounding:
+    return formulas.Rounding(kind="stochastic", seeds=seeds)
 
 
 def rounded(backend: str, device: str, sizes: list[int], seeds: list[int], *, value: float = 1.0, lr: float = 2.0**-10):
@@ -283,7 +283,7 @@ def test_kahan_keeps_what_rounding_loses(backend, device, arithmetic):
     lost = [0.003 * tensor for tensor in draw(sizes, torch.bfloat16, device, seed=9)]
     before = {name: [tensor.double().clone() for tensor in tensors] for name, tensors in lists.items()}
     before["params"] = [param + each.double() for param, each in zip(before["params"], lost, strict=True)]
-    kahan = rules.Rounding(kind="kahan", compensations=lost)
+    kahan = formulas.Rounding(kind="kahan", compensations=lost)
     settings = run_update(backend, lists, arithmetic=arithmetic, rounding=kahan)
     del settings["rounding"]
     expected = expected_update(before, **settings)
@@ -295,12 +295,12 @@ def test_kahan_keeps_what_rounding_loses(backend, device, arithmetic):
 
 def test_plain_stochastic_rounding_keeps_nan_of_all_ones():
     values = torch.full((700,), 0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
-    assert rules.round_stochastically(values, torch.Generator()).isnan().all()
+    assert formulas.round_stochastically(values, torch.Generator()).isnan().all()
 
 
 def test_noise_seeds_differ():
     """By parameter, step, and offset in the parameter."""
-    assert len({rules.noise_seed(*numbers) for numbers in itertools.product(range(4), repeat=3)}) == 4**3
+    assert len({formulas.noise_seed(*numbers) for numbers in itertools.product(range(4), repeat=3)}) == 4**3
 
 
 @every_kernel
@@ -329,7 +329,7 @@ def test_stochastic_rounding_keeps_nan_of_all_ones(backend, device):
     ids=str,
 )
 def test_optimizer_on_kernels(backend, device, settings, monkeypatch):
-    """Three steps, the rate a number or a tensor, are those of the plain rules; an expert rests in each."""
+    """Three steps, the rate a number or a tensor, are those of plain PyTorch; an expert rests in each."""
     if backend == "triton":
         monkeypatch.setattr(backends, "kernels_of", lambda device: triton())
     results = []

@@ -20,8 +20,8 @@ from contract import STEP, buffers_of, problem
 from helpers import needs_compiler
 
 from mars_hf import kernels
-from mars_hf.arithmetic import eight_bits, rules
-from mars_hf.arithmetic.rules import CODES
+from mars_hf.arithmetic import eight_bits, formulas
+from mars_hf.arithmetic.formulas import CODES
 from mars_hf.kernels import cpu as compiled
 
 ROW = 4096  # elements that have one partial sum
@@ -34,7 +34,7 @@ def run(lists, **settings):
     """Run `update` on the lists of a problem."""
     count = len(lists["params"])
     settings = {**STEP, "arithmetic": "adamw", "steps": [1.0] * count, "lr": 0.01, **settings}
-    compiled.update(lists["params"], lists["gradients"], buffers_of(lists), rules.Options(**settings))
+    compiled.update(lists["params"], lists["gradients"], buffers_of(lists), formulas.Options(**settings))
     return [tensor for tensors in lists.values() for tensor in tensors]
 
 
@@ -42,7 +42,7 @@ def convert(values: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Convert values by the momentum rule, which can copy; return the first moment."""
     average = torch.zeros(len(values))
     numbers = {**STEP, "beta1": 0.0, "arithmetic": "momentum", "steps": [1.0], "lr": 0.0}
-    compiled.update([target], [values], {"exp_avg": [average]}, rules.Options(**numbers))
+    compiled.update([target], [values], {"exp_avg": [average]}, formulas.Options(**numbers))
     return average
 
 
@@ -95,7 +95,7 @@ def test_tensors_above_their_bound_are_clipped(known, threads, monkeypatch):
     corrected = compiled.sums(lists["gradients"], lists["last_grad"], grad_scale=scale, k=STEP["k"])[3]
     assert (corrected[[1, 3, 4, 6, 7, 8, 9]] > threshold**2).all() and corrected[10] < threshold**2
     factors = torch.ones(len(sizes), dtype=torch.float64)
-    factors[above] = rules.clip_factors(corrected[above], threshold)
+    factors[above] = formulas.clip_factors(corrected[above], threshold)
     expected = run(updated, grad_scale=scale, factors=factors)
     settings = {
         **STEP,
@@ -106,7 +106,7 @@ def test_tensors_above_their_bound_are_clipped(known, threads, monkeypatch):
         "clip_bounds": (squares * of_square).tolist(),
         "clip_threshold": threshold,
     }
-    options = rules.Options(**settings, squares=squares if known else None)
+    options = formulas.Options(**settings, squares=squares if known else None)
     taken = compiled.update(lists["params"], lists["gradients"], buffers_of(lists), options)
     torch.testing.assert_close(taken, squares, rtol=1e-6, atol=0, equal_nan=True)
     for found, wanted in zip([tensor for tensors in lists.values() for tensor in tensors], expected, strict=True):
@@ -163,7 +163,7 @@ def test_update_beyond_31_bits():
     g[marked] = 1.0
     param, average = (torch.zeros(LARGE, dtype=torch.bfloat16) for _ in range(2))
     numbers = {**STEP, "weight_decay": 0.0, "arithmetic": "lion", "steps": [1.0], "lr": 0.5}
-    compiled.update([param], [g], {"exp_avg": [average]}, rules.Options(**numbers))
+    compiled.update([param], [g], {"exp_avg": [average]}, formulas.Options(**numbers))
     assert torch.nonzero(param).flatten().tolist() == marked
     assert (param[marked] == -0.5).all()
 
@@ -181,9 +181,9 @@ def test_weights_of_24_bits_are_those_of_pytorch():
         start = eight_bits.join_weight(param, lost)
         expected, expected_lost = eight_bits.split_weight(start - lr * gradient.sign().where(gradient == 1, gradient))
         found, found_lost = param.clone(), lost.clone()
-        rounding = rules.Rounding(kind="kahan", compensations=[found_lost])
+        rounding = formulas.Rounding(kind="kahan", compensations=[found_lost])
         numbers = {**STEP, "weight_decay": 0.0, "arithmetic": "lion", "steps": [1.0], "lr": lr, "rounding": rounding}
-        compiled.update([found], [gradient], {"exp_avg": [torch.zeros(len(words))]}, rules.Options(**numbers))
+        compiled.update([found], [gradient], {"exp_avg": [torch.zeros(len(words))]}, formulas.Options(**numbers))
         assert torch.equal(found_lost, expected_lost)
         assert torch.equal(found.view(torch.int16)[~found.isnan()], expected.view(torch.int16)[~expected.isnan()])
         assert torch.equal(found.isnan(), expected.isnan())

@@ -32,7 +32,7 @@ from contract import (
 from helpers import on_a_gpu
 
 from mars_hf import Mars
-from mars_hf.arithmetic import rules
+from mars_hf.arithmetic import formulas
 from mars_hf.kernels import gpu as kernels
 
 triton = pytest.importorskip("triton", reason="needs triton (extra `test`)")
@@ -225,9 +225,9 @@ def test_a_step_on_another_stream(device):
         lists = problem([3000, 17], device)
         current.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(current):
-            factors = rules.clip_factors(kernels.sums(lists["gradients"], lists["last_grad"], k=STEP["k"])[3], 1.0)
+            factors = formulas.clip_factors(kernels.sums(lists["gradients"], lists["last_grad"], k=STEP["k"])[3], 1.0)
             settings = {**STEP, "arithmetic": "adamw", "steps": [1.0, 1.0], "lr": 1e-2, "factors": factors}
-            kernels.update(lists["params"], lists["gradients"], buffers_of(lists), rules.Options(**settings))
+            kernels.update(lists["params"], lists["gradients"], buffers_of(lists), formulas.Options(**settings))
         torch.cuda.current_stream().wait_stream(current)
         results.append(lists["params"])
     assert all(map(torch.equal, *results))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from contract import BACKENDS, buffers_of, draw, problem
 
-from mars_hf.arithmetic import rules
+from mars_hf.arithmetic import formulas
 from mars_hf.kernels import joined
 
 SIZES: Any = [(5, 7), (3,), (2, 3, 5), (), (0, 4), (16, 16), (1,)]
@@ -25,11 +25,11 @@ def lists_of(**settings: Any) -> dict[str, Any]:
     return lists
 
 
-def options_of(arithmetic: str, **settings: Any) -> rules.Options:
-    return rules.Options(**{"arithmetic": arithmetic, "steps": [3.0] * len(SIZES), "k": 0.4, **NUMBERS, **settings})
+def options_of(arithmetic: str, **settings: Any) -> formulas.Options:
+    return formulas.Options(**{"arithmetic": arithmetic, "steps": [3.0] * len(SIZES), "k": 0.4, **NUMBERS, **settings})
 
 
-def updated(backend: str, lists: dict[str, Any], options: rules.Options) -> dict[str, Any]:
+def updated(backend: str, lists: dict[str, Any], options: formulas.Options) -> dict[str, Any]:
     lists = deepcopy(lists)
     BACKENDS[backend]().run_update(lists["params"], lists["gradients"], buffers_of(lists), options)
     return lists
@@ -70,7 +70,7 @@ def test_lists_that_are_not_joined():
     buffers = buffers_of(lists)
     assert not joined.can_update(lists["params"][:1], buffers, options_of("adamw", steps=[3.0]))
     assert not joined.can_update(lists["params"], buffers, options_of("adamw", steps=[3.0, *range(1, len(SIZES))]))
-    noisy = rules.Rounding(kind="stochastic", seeds=range(len(SIZES)))
+    noisy = formulas.Rounding(kind="stochastic", seeds=range(len(SIZES)))
     assert not joined.can_update(lists["params"], buffers, options_of("adamw", rounding=noisy))
     assert not joined.can_sum(lists["gradients"][:1], [])
     assert not joined.can_sum(lists["gradients"], []) and joined.can_sum(lists["gradients"][1:], [])  # memory order

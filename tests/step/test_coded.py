@@ -16,8 +16,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import mars_hf
 from mars_hf import Mars
 from mars_hf.arithmetic.eight_bits import Coded, join_weight
+from mars_hf.arithmetic.formulas import CODES, SCALES
 from mars_hf.arithmetic.reference import newton_schulz
-from mars_hf.arithmetic.rules import CODES, SCALES
 from mars_hf.groups.settings import parse_optim_args
 from mars_hf.step import coded
 from mars_hf.step.states import UnfitStateError
