@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mars_hf.arithmetic import eight_bits, matrix_layouts
 from mars_hf.arithmetic.directions import count_rows
-from mars_hf.arithmetic.formulas import CODES, SCALES, parse_dtype
+from mars_hf.arithmetic.formulas import CODES, HALF_DTYPES, SCALES, parse_dtype
 from mars_hf.arithmetic.update_rules import UpdateRule, update_rule
 from mars_hf.distributed.tensors import ShardSpec, local
 from mars_hf.groups import settings
@@ -171,7 +171,7 @@ def buffer_dtype(param: Tensor, group: Mapping[str, Any], state: Mapping[str, An
         return state["exp_avg"].dtype
     if group["state_dtype"] is not None:
         return parse_dtype(group["state_dtype"])
-    return torch.float32 if param.dtype in (torch.float16, torch.bfloat16) else param.dtype
+    return torch.float32 if param.dtype in HALF_DTYPES else param.dtype
 
 
 def averages_gradients(rule: UpdateRule, group: Mapping[str, Any]) -> bool:
@@ -179,10 +179,7 @@ def averages_gradients(rule: UpdateRule, group: Mapping[str, Any]) -> bool:
 
     A state that already has a last gradient keeps using it.
     """
-    if not rule.corrects or not group["is_approx"]:
-        return False
-    clips = group["clip_threshold"] is not None
-    if clips:
+    if not rule.corrects or not group["is_approx"] or group["clip_threshold"] is not None:
         return False
     return not rule.has_second_moment or group["second_moment"] == "gradient"
 
