@@ -28,6 +28,7 @@ ROOT = Path(__file__).resolve().parent.parent
 _GRACE = 20.0  # seconds between asking a part to end and ending it
 # The files with tests marked gpu.
 TESTS = ("tests/kernels", "tests/step/test_formulas.py", "tests/step/test_gradients.py", "tests/step/test_resting.py")
+ENGINES = "tests/distributed/test_one_gpu.py"
 
 
 @dataclass(frozen=True)
@@ -48,46 +49,52 @@ def parts(output: Path) -> dict[str, Part]:
     """
     python = sys.executable
     pytest = [python, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    clipped = ["--gradient-norm", "100", "--contenders", "AdamW|^Mars$|kahan|8bit"]
     sanitizer = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
 
     def measured(script: str, name: str, *options: str) -> list[str]:
         return [python, f"benchmarks/{script}.py", *options, "--output", str(output / f"{name}.json")]
 
-    def compared(plan: str) -> list[str]:
+    def compared(name: str, plan: str) -> list[str]:
         words = ["recipes/pretrain_gpt2.py", "--plan", f"benchmarks/plans/{plan}.yaml"]
-        return [python, "-m", "mars_hf", "compare", *words, "--output_dir", str(output / plan)]
+        return [python, "-m", "mars_hf", "compare", *words, "--output_dir", str(output / name)]
 
     def trained(name: str, *options: str) -> list[str]:
         return measured("train_cost", name, "--bf16", "--rounds", "6", *options)
 
     return {
-        "check": Part([python, "-m", "mars_hf", "check"], 150),
-        "tests": Part([*pytest, "-n", "8", *TESTS], 150, beside=True),
+        "check": Part([python, "-m", "mars_hf", "check"], 120),
+        "tests": Part([*pytest, "-n", "8", *TESTS], 120, beside=True),
+        "engines": Part([*pytest, "-n", "0", ENGINES], 120, beside=True),
         "memcheck": Part(
             [*sanitizer, *pytest, "-k", "update or rounding or noise", "tests/kernels/test_contract.py"],
-            150,
+            120,
             beside=True,
             # Every tensor is an allocation of its own, so that an access behind its end is seen.
             environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
         ),
         "step_cost": Part(
-            measured("step_cost", "step_cost", "--resume", "--rounds", "20", "--size", "28m", "small", "large"), 150
+            measured("step_cost", "step_cost", "--resume", "--rounds", "20", "--size", "small", "large", "28m"), 140
         ),
-        "kernels": Part(measured("gpu_kernels", "kernels", "--resume", "--rounds", "8", "--size", "small"), 120),
+        "step_cost_clipped": Part(
+            measured("step_cost", "step_cost_clipped", "--rounds", "20", "--size", "small", *clipped), 40
+        ),
+        "train_cost_default": Part(
+            trained("train_cost_default", "--size", "default", "--batch", "16", "--block", "128"), 50
+        ),
+        "kernels": Part(measured("gpu_kernels", "kernels", "--resume", "--rounds", "8", "--size", "small"), 110),
         "kernels_large": Part(
             measured("gpu_kernels", "kernels_large", "--size", "large", "--only", "newton_schulz", "forms", "chunks"),
-            60,
+            50,
         ),
-        "memory": Part(measured("memory", "memory", "--resume", "--steps", "100"), 120),
-        "train_cost_small": Part(trained("train_cost_small", "--batch", "16"), 90),
-        "train_cost_default": Part(
-            trained("train_cost_default", "--size", "default", "--batch", "16", "--block", "128"), 60
-        ),
+        "gpt2_small": Part(compared("gpt2_small", "gpu-gpt2-small"), 210),
+        "train_cost_small": Part(trained("train_cost_small", "--batch", "16"), 70),
+        "memory": Part(measured("memory", "memory", "--resume", "--steps", "100"), 70),
         "default_job": Part(
-            [python, "recipes/pretrain_gpt2.py", "--use_cpu", "false", "--output_dir", str(output / "default_job")], 90
+            [python, "recipes/pretrain_gpt2.py", "--use_cpu", "false", "--output_dir", str(output / "default_job")], 40
         ),
-        "controls": Part(compared("gpu"), 1200),
-        "controls_small": Part(compared("gpu-98m"), 1800),
+        "controls": Part(compared("controls", "gpu"), 1200),
+        "controls_small": Part(compared("controls_small", "gpu-98m"), 1800),
     }
 
 

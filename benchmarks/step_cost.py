@@ -10,7 +10,8 @@
 Parameters have the shapes of GPT-2 and are float32; gradients are random. All contenders take turns in one process,
 step by step, on the same parameters and gradients; ratios to AdamW are taken within a round. If memory is short, each
 takes turns with AdamW alone. DeepSpeedCPUAdam, timm, pytorch_optimizer and the official code (its folder MARS on
-PYTHONPATH) take part if installed. Results go to benchmarks/results/step_cost_DEVICE.json, and a picture beside them.
+PYTHONPATH) take part if installed, on a GPU also bitsandbytes and flashoptim. Results go to
+benchmarks/results/step_cost_DEVICE.json, and a picture beside them.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def _muon(named: Named) -> list[torch.optim.Optimizer]:
     return [torch.optim.Muon(hidden, lr=LR), torch.optim.AdamW(rest, lr=LR, fused=True)]
 
 
-def _orthogonal(mars_type: str, *, split: bool = False) -> Make:
+def _orthogonal(mars_type: str, *, split: bool = False, **settings: Any) -> Make:
     """Return a maker of mars-shampoo or mars-m on the matrices of `_muon`; `split` separates query, key and value."""
 
     def make(named: Named) -> list[torch.optim.Optimizer]:
@@ -128,7 +129,7 @@ def _orthogonal(mars_type: str, *, split: bool = False) -> Make:
                 parts = (param.shape[1] // 3,) * 3 if fused else None
                 own = {"role": "matrix", "layout": MatrixLayout(transposed=True, parts=parts)}  # (in, out)
             groups.setdefault(repr(own), {"params": [], **own})["params"].append(param)
-        return [mars_hf.Mars(groups.values(), lr=LR, weight_decay=0.1, mars_type=mars_type)]
+        return [mars_hf.Mars(groups.values(), lr=LR, weight_decay=0.1, mars_type=mars_type, **settings)]
 
     return make
 
@@ -144,21 +145,23 @@ def contenders() -> dict[str, Contender]:
         ADAMW: Contender(adamw, 28),
         "AdamW foreach": Contender(_adamw(foreach=True), 28),
         "Mars": Contender(mars, 40, 44),
-        "Mars 8bit": Contender(_mars(state_dtype="8bit"), 18, 20),
+        "Mars cautious": Contender(_mars(weight_decay_mode="cautious"), 40, 44),
+        "Mars 8bit": Contender(_mars(state_dtype="8bit"), 22, 23),
         "Mars without last_grad": Contender(_mars(second_moment="gradient", clip_threshold=None), 28),
         "Mars fused=False": Contender(_mars(fused=False), 40, 44),
         **low_precision(),
         "mars-lion": Contender(_mars(mars_type="mars-lion"), 32, 36),
-        "mars-lion 8bit": Contender(_mars(mars_type="mars-lion", state_dtype="8bit"), 16, 17),
+        "mars-lion 8bit": Contender(_mars(mars_type="mars-lion", state_dtype="8bit"), 20, 21),
         "Muon, AdamW for the rest": Contender(_muon, None),
         "mars-shampoo": Contender(_orthogonal("mars-shampoo"), None),
         "mars-m": Contender(_orthogonal("mars-m"), None),
         "mars-m, split c_attn": Contender(_orthogonal("mars-m", split=True), None),
+        "mars-m 8bit": Contender(_orthogonal("mars-m", state_dtype="8bit"), None),
         **peers(),
         CLIPPED_ADAMW: Contender(adamw, 40, clips=True, before=_clip),
         "Mars + clip_grad_norm_": Contender(mars, 52, 56, clips=True, before=_clip),
         "Mars max_grad_norm": Contender(_mars(max_grad_norm=MAX_NORM), 40, 44, clips=True),
-        "Mars 8bit max_grad_norm": Contender(_mars(max_grad_norm=MAX_NORM, state_dtype="8bit"), 22, 24, clips=True),
+        "Mars 8bit max_grad_norm": Contender(_mars(max_grad_norm=MAX_NORM, state_dtype="8bit"), 22, 23, clips=True),
     }
 
 
@@ -171,6 +174,7 @@ def low_precision() -> dict[str, Contender]:
     return {
         "Mars bfloat16, stochastic": Contender(_mars(rounding="stochastic"), 36, dtype=bfloat16),
         "Mars bfloat16, kahan": Contender(_mars(rounding="kahan"), 40, dtype=bfloat16),
+        "Mars bfloat16, kahan, 8bit": Contender(_mars(rounding="kahan", state_dtype="8bit"), 17, dtype=bfloat16),
         "Mars bfloat16, states too": Contender(small, 22, dtype=bfloat16),
     }
 
@@ -191,6 +195,12 @@ def peers() -> dict[str, Contender]:
         found["official MARS"] = Contender(_peer("optimizers.mars", "MARS"), 40)
     if importlib.util.find_spec("deepspeed") is not None and importlib.util.find_spec("ninja") is not None:
         found["DeepSpeedCPUAdam"] = Contender(_peer("deepspeed.ops.adam", "DeepSpeedCPUAdam"), 28)  # compiles
+    if torch.cuda.is_available() and importlib.util.find_spec("bitsandbytes") is not None:
+        found["bitsandbytes AdamW8bit"] = Contender(_peer("bitsandbytes.optim", "AdamW8bit"), 16)
+    if torch.cuda.is_available() and importlib.util.find_spec("flashoptim") is not None:  # weights of 24 bits
+        found["flashoptim FlashAdamW, bfloat16"] = Contender(
+            _peer("flashoptim", "FlashAdamW"), 12, dtype=torch.bfloat16
+        )
     return found
 
 

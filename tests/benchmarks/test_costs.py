@@ -287,13 +287,13 @@ def test_commands_on_a_gpu(tmp_path):
         if "--size" in part.command:
             sizes = itertools.takewhile(step_cost.SIZES.__contains__, part.command[part.command.index("--size") + 1 :])
             assert list(sizes)
-    plans = {part.command[6] for name, part in parts.items() if name.startswith("controls")}
-    assert plans and all((on_a_gpu.ROOT / plan).is_file() for plan in plans)
+    plans = {part.command[part.command.index("--plan") + 1] for part in parts.values() if "--plan" in part.command}
+    assert len(plans) == 3 and all((on_a_gpu.ROOT / plan).is_file() for plan in plans)
     seconds = [part.seconds for name, part in parts.items() if not (part.beside or name.startswith("controls"))]
     assert sum(seconds) <= 15 * 60
     marked = {path for path in Path("tests").rglob("test_*.py") if re.search(r"on_a_gpu|mark\.gpu", path.read_text())}
     marked -= {Path("tests/benchmarks/test_costs.py")}
-    assert all(str(path).startswith(on_a_gpu.TESTS) for path in marked)
+    assert all(str(path).startswith((*on_a_gpu.TESTS, on_a_gpu.ENGINES)) for path in marked)
 
 
 @pytest.mark.slow

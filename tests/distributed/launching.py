@@ -33,6 +33,9 @@ WAIT = 60  # seconds for which a rank waits for the others
 LIMIT = 100  # seconds that one run may take
 HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None  # importing it takes seconds; the server does
 DEEPSPEED = ("deepspeed", "torch._inductor.compile_fx")  # with what it imports later
+# By the type of the ranks' device. Whatever the server imports could have touched CUDA, which no fork survives.
+START = {"cpu": "forkserver", "cuda": "spawn"}
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}  # offloaded parameters are on the CPU
 Function = Callable[[str, Path], None]  # does `run(spec, OUTPUT/<spec>)`, on every rank
 
 
@@ -45,15 +48,19 @@ def needs_deepspeed() -> None:
         pytest.skip("DeepSpeed is not installed: pip install -e '.[test]'")
 
 
-def launch(function: Function, output: Path, runs: Sequence[str], world: int, **limits: int) -> None:
+def launch(
+    function: Function, output: Path, runs: Sequence[str], world: int, device: str = "cpu", **limits: int
+) -> None:
     """Do all runs; after a failure, which writes a file with its error, launch the remaining ones again."""
-    start_server()
+    method = START[device]
+    if method == "forkserver":
+        start_server()
     remaining = list(runs)
     while remaining:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True)
-        ranks = multiprocessing.start_processes(
-            serve, (world, store.port, function, output, remaining, limits), world, False, True, "forkserver"
-        )
+        arguments = (world, store.port, function, output, remaining, limits)
+        with mock.patch.dict(os.environ, variables_of(device)):
+            ranks = multiprocessing.start_processes(serve, arguments, world, False, True, method)
         reason: Any = None
         try:
             while not ranks.join():
@@ -68,11 +75,15 @@ def launch(function: Function, output: Path, runs: Sequence[str], world: int, **
 
 def start_server() -> None:
     """Start the server of forks, whose imports are those of this folder."""
-    paths = os.pathsep.join(map(str, (ROOT, HERE, HERE.parent, *filter(None, [os.environ.get("PYTHONPATH")]))))
     multiprocessing.set_forkserver_preload([*DEEPSPEED, *(path.stem for path in HERE.glob("test_*.py"))])
-    variables = {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
-    with mock.patch.dict(os.environ, variables):
+    with mock.patch.dict(os.environ, variables_of("cpu")):
         forkserver.ensure_running()
+
+
+def variables_of(device: str) -> dict[str, str]:
+    """Return the environment of ranks."""
+    paths = os.pathsep.join(map(str, (ROOT, HERE, HERE.parent, *filter(None, [os.environ.get("PYTHONPATH")]))))
+    return {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": device}
 
 
 def error_of(output: Path, run: str) -> str | None:
@@ -104,8 +115,9 @@ def uses_deepspeed(run: str) -> bool:
 class Launches:
     """The launches of a function; the first request for a run of a launch makes all of its runs."""
 
-    def __init__(self, function: Function, factory: pytest.TempPathFactory) -> None:
+    def __init__(self, function: Function, factory: pytest.TempPathFactory, device: str = "cpu") -> None:
         self.function = function
+        self.device = device
         self.root = factory.mktemp(function.__module__)
 
     def get(self, name: str, runs: Sequence[str], world: int, run: str) -> Run:
@@ -115,7 +127,8 @@ class Launches:
         folder = self.root / name
         if not folder.exists():
             folder.mkdir()
-            launch(self.function, folder, [run for run in runs if HAS_DEEPSPEED or not uses_deepspeed(run)], world)
+            possible = [run for run in runs if HAS_DEEPSPEED or not uses_deepspeed(run)]
+            launch(self.function, folder, possible, world, self.device)
         error = error_of(folder, run)
         assert error is None, error
         file = file_of(folder, run)
@@ -124,6 +137,11 @@ class Launches:
 
 
 # --- for ranks --------------------------------------------------------------------------------------------------------
+
+
+def device() -> torch.device:
+    """Return the device on which ranks train: the CPU, or the one GPU that they share."""
+    return torch.device(os.environ.get("DS_ACCELERATOR", "cpu"))
 
 
 def serve(
@@ -136,7 +154,7 @@ def serve(
     os.environ |= {name: str(value) for name, value in ranks.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "TORCHELASTIC_USE_AGENT_STORE": "True", "DEEPSPEED_TIMEOUT": "1"}
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=limits.get("wait", WAIT)))
+    dist.init_process_group(BACKENDS[device().type], timeout=timedelta(seconds=limits.get("wait", WAIT)))
     gc.freeze()  # a collection would take a third of a second
     for spec in runs:
         file = output / spec.replace("/", "-")
@@ -169,8 +187,8 @@ def from_all_ranks(value: Any) -> list[Any]:
 
 
 def import_deepspeed(*, fp16: bool = False) -> Any:
-    """Set up DeepSpeed on CPUs without the shared-memory op that it would compile; any other op is an error."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
+    """Set up DeepSpeed without the shared-memory op that it would compile on CPUs; any other op is an error."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
     from deepspeed.ops.op_builder.builder import OpBuilder
 
@@ -178,7 +196,7 @@ def import_deepspeed(*, fp16: bool = False) -> Any:
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None
     OpBuilder.jit_load = _compile_nothing
     if dist.is_initialized():
-        deepspeed.init_distributed("gloo")
+        deepspeed.init_distributed("gloo" if device().type == "cpu" else "nccl")
     if fp16:  # DeepSpeed's kernels need a CPU with fp16 instructions; torch computes in fp16 anywhere
         deepspeed.get_accelerator().is_fp16_supported = lambda: True
     return deepspeed

@@ -25,11 +25,11 @@ import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DistributedType
-from launching import from_all_ranks, import_deepspeed, leave
+from launching import device, from_all_ranks, import_deepspeed, leave
 from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer, TrainingArguments, default_data_collator
@@ -158,8 +158,16 @@ def settings_of(mars: mars_hf.Mars) -> list[dict[str, Any]]:
 DDP = {"ddp": {}, "ddp_bucket_view": {"gradient_as_bucket_view": True}, "ddp_static_graph": {"static_graph": True}}
 
 
+LOW_PRECISION = {"autocast": torch.bfloat16, "scaled": torch.float16}
+
+
 class TorchRun:
-    """A plain loop. The engine `single_zeros` gives parameters without gradient a zero one, as ZeRO does."""
+    """A plain loop.
+
+    `single_zeros` gives parameters without gradient a zero one, as ZeRO does; `compiled` is a compiled model,
+    `autocast` computes it in bfloat16, `scaled` in float16 with a GradScaler; `fsdp2_offload` holds shards in the
+    CPU's memory.
+    """
 
     def __init__(self, engine: str, case: Case, flags: set[str] | None = None) -> None:
         self.engine, self.case, self.flags = engine, case, flags or set()
@@ -171,6 +179,9 @@ class TorchRun:
         if engine in DDP:
             settings = {"find_unused_parameters": case.skipping, **DDP[engine]}
             self.wrapped = nn.parallel.DistributedDataParallel(self.model, **settings)
+        if engine == "compiled":
+            self.wrapped = torch.compile(self.model)
+        self.scaler = torch.amp.GradScaler(device().type, init_scale=2.0**12, enabled=engine == "scaled")
         self.mars = case.create(
             groups_of(self.model) if "groups" in self.flags else self.model, is_approx="exact" not in self.flags
         )
@@ -181,19 +192,30 @@ class TorchRun:
 
     def build(self) -> nn.Module:
         model = build_model(self.case)
+        if self.engine == "fsdp2_offload":
+            on_gpu = device().type == "cuda"
+            shard(model, (dist.get_world_size(),), offload_policy=CPUOffloadPolicy(pin_memory=on_gpu))
+            return model
+        model.to(device())
         if self.engine in ("fsdp2", "hsdp"):
             world = dist.get_world_size()
             shard(model, (world,) if self.engine == "fsdp2" else (2, world // 2))
         return model
 
+    def loss(self, ids: Tensor, step: int) -> Tensor:
+        """Return a micro-batch's share of the loss."""
+        precision = LOW_PRECISION.get(self.engine)
+        with torch.autocast(device().type, precision, enabled=precision is not None):
+            return self.wrapped(ids, ids, self.case.uses_branch(step))["loss"] / ACCUMULATION
+
     def backward(self, step: int) -> None:
         """Leave the gradients of a step's batch."""
         for micro in range(ACCUMULATION):
-            ids = self.tokens.micro_batch(step, micro, self.part, self.parts)
+            ids = self.tokens.micro_batch(step, micro, self.part, self.parts).to(device())
             # A static graph must see every backward pass (otherwise torch asserts).
             unsynced = self.engine in ("ddp", "ddp_bucket_view") and micro < ACCUMULATION - 1
             with self.wrapped.no_sync() if unsynced else contextlib.nullcontext():
-                (self.wrapped(ids, ids, self.case.uses_branch(step))["loss"] / ACCUMULATION).backward()
+                self.scaler.scale(self.loss(ids, step)).backward()
         if self.engine == "single_zeros":
             for param in self.model.parameters():
                 if param.requires_grad and param.grad is None:
@@ -207,9 +229,11 @@ class TorchRun:
         for step in range(first, end):
             set_lr(self.mars, step)
             self.backward(step)
+            self.scaler.unscale_(self.mars)
             if not self.case.folded:
                 self.total_norms.append(self.clip())
-            self.mars.step()
+            self.scaler.step(self.mars)
+            self.scaler.update()
             if self.case.folded:
                 self.total_norms.append(self.mars.grad_norm.clone())
             self.mars.zero_grad()
@@ -238,9 +262,9 @@ class TorchRun:
 
 
 def shard(model: Any, mesh_shape: tuple[int, ...], **settings: Any) -> None:
-    """Set up FSDP2 on CPUs; with two dimensions, the first holds replicas."""
+    """Set up FSDP2; with two dimensions, the first holds replicas."""
     names = ("replicate", "shard")[-len(mesh_shape) :]
-    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+    mesh = init_device_mesh(device().type, mesh_shape, mesh_dim_names=names)
     for block in model.transformer.h:
         fully_shard(block, mesh=mesh, **settings)
     fully_shard(model, mesh=mesh, **settings)
@@ -307,7 +331,7 @@ class DeepSpeedRun:
         for step in range(first, end):
             set_lr(self.mars, step)
             for micro in range(ACCUMULATION):
-                ids = Tokens().micro_batch(step, micro, dist.get_rank(), dist.get_world_size())
+                ids = Tokens().micro_batch(step, micro, dist.get_rank(), dist.get_world_size()).to(device())
                 self.engine.backward(self.engine(ids, ids, self.case.uses_branch(step))["loss"])
                 self.engine.step()
             self.watched.end_step()
@@ -407,7 +431,7 @@ def training_arguments(folder: str, case: Case, zero: dict[str, Any] | None, **s
         "learning_rate": case.hyperparameters()["lr"],
         "lr_scheduler_type": "cosine",
         "max_grad_norm": MAX_GRAD_NORM,
-        "use_cpu": True,
+        "use_cpu": device().type == "cpu",
         "save_strategy": "no",
         "report_to": "none",
         "disable_tqdm": True,
