@@ -22,7 +22,7 @@ from pretraining.data import token_files
 from pretraining.data.token_files import TokenDataset
 from pretraining.run import arguments, processes, report
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, GPT2Tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "recipes" / "pretrain_gpt2.py"
@@ -69,6 +69,14 @@ def finished(tmp_path_factory, tokens) -> Path:
     with (output.parent / "printed").open("w") as file, contextlib.redirect_stdout(file):
         run(output, tokens, "--sample_prompt", "import sys")
     return output
+
+
+@pytest.mark.parametrize("prompt", ["a", "a" * 40])
+def test_sample_ends_with_the_models_positions(prompt):
+    """A model of short blocks has fewer positions than a sample has tokens."""
+    tokenizer = GPT2Tokenizer(vocab={"a": 0, "b": 1, "<|endoftext|>": 2}, merges=[])
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, n_positions=16, vocab_size=3, eos_token_id=None))
+    assert len(report.sample(model, tokenizer, prompt, 96, seed=0).replace("<|endoftext|>", "e")) == 16
 
 
 def test_model_and_metrics(finished, tokens):

@@ -94,12 +94,13 @@ def draw_losses(history: Sequence[dict[str, Any]], adamw: Sequence[tuple[int, fl
 
 
 def sample(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: str, tokens: int, seed: int) -> str:
-    """Continue `prompt` by sampling at temperature 0.8 from the tokenizer's tokens."""
+    """Continue `prompt` at temperature 0.8 with the tokenizer's tokens, at most to the model's last position."""
     set_seed(seed)
-    inputs = tokenizer(prompt, return_tensors="pt").to(model.device)
+    positions = model.config.max_position_embeddings
+    inputs = tokenizer(prompt, return_tensors="pt", truncation=True, max_length=positions - 1).to(model.device)
     ids = model.generate(
         **inputs,
-        max_new_tokens=tokens,
+        max_length=min(inputs.input_ids.shape[1] + tokens, positions),
         do_sample=True,
         temperature=0.8,
         top_k=50,
