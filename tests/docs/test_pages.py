@@ -365,8 +365,8 @@ def test_memory_of_states_in_8_bits():
         row = memory["forms"][form]["plain loop"]
         return f"{row['states'] / memory['parameters']:.1f}, {row['peak'] / memory['parameters']:.1f}"
 
-    assert f'| `state_dtype="8bit"` | 18 | {of("mars-adamw, state_dtype=8bit")} |' in words
-    assert f"| the same, `mars-lion` | 16 | {of('mars-lion, state_dtype=8bit')} |" in words
+    assert f'| `state_dtype="8bit"` | 22 | {of("mars-adamw, state_dtype=8bit")} |' in words
+    assert f"| the same, `mars-lion` | 20 | {of('mars-lion, state_dtype=8bit')} |" in words
     short = of("bfloat16, kahan, state_dtype=8bit")
     released = of("bfloat16, kahan, state_dtype=8bit, release_gradients").partition(", ")[2]
     row = f'`rounding="kahan"` | | {short} | weights of 24 bits; {released} with `release_gradients=True` |'
