@@ -6,7 +6,7 @@
 
 A place is a name: `optimizer.Mars._step` is a method in mars_hf/optimizer.py, `recipes.finetune_lm.load` a function in
 recipes/finetune_lm.py, `settings._BETA` what is assigned to a name, `optimizer.Mars.max_grad_norm.setter` the setter of
-a property, `rules` a whole module. What is done there:
+a property, `formulas` a whole module. What is done there:
 
     delete the call of NAME                    the statement that is this call
     delete `STATEMENT`

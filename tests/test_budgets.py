@@ -68,7 +68,7 @@ NOUNS = {
     "step/lists.py": ["Batch", "TensorList"],
     "step/metrics.py": ["StepMetrics"],
     "step/ranks.py": ["Chunk", "Ranks", "SharedStep", "_OfGroup", "_Settings"],
-    "step/states.py": ["Buffers"],
+    "step/states.py": ["BufferKeys"],
 }  # fmt: skip
 NOT_ON_THE_WAY = ("arithmetic/reference.py", "step/release.py")
 # Source files, and lines of them, that a new rule with a state of its own takes; files that a new setting takes, its

@@ -90,7 +90,7 @@ class TensorList:
         selected["buffers"] = {name: [column[position] for position in positions] for name, column in columns}
         if self.factors is not None:
             selected["factors"] = self.factors[positions]
-        return replace(self, sums=None, **selected)
+        return replace(self, sums=None, squares=None, **selected)
 
 
 @dataclass
@@ -99,7 +99,7 @@ class Batch:
 
     group: dict[str, Any]
     rule: UpdateRule
-    buffers: states.Buffers
+    keys: states.BufferKeys
     params: list[Tensor] = field(default_factory=list)
     states: list[dict[str, Any]] = field(default_factory=list)
     specs: list[ShardSpec | None] = field(default_factory=list)
@@ -113,11 +113,11 @@ class Batch:
 
     def read(self) -> None:
         """Read steps and tensors from parameters and states."""
-        read = itemgetter("step", *self.buffers.keys)
+        read = itemgetter("step", *self.keys.buffers)
         self.steps, *columns = map(list, zip(*map(read, self.states), strict=True))
         self.tensors = {"params": list(self.params), "grads": list(map(_grad_of, self.params))}
-        self.tensors |= zip(self.buffers.keys, columns, strict=True)
-        self.scales = [[state[name] for name in self.buffers.scales] for state in self.states]
+        self.tensors |= zip(self.keys.buffers, columns, strict=True)
+        self.scales = [[state[key] for key in self.keys.scales] for state in self.states]
 
     def scales_of_shards(self, number: int, position: int) -> list[Tensor]:
         """Return scales of the parameter at a position, those of one buffer, for each of its shards."""
@@ -159,7 +159,7 @@ def build_lists(
     if not _are_ordinary(batches):
         _look_closely(batches)
     # Groups under MARS whose first moments are averages of gradients, for one gamma.
-    averaging = [batch.group for batch in batches if batch.rule.corrects and "last_grad" not in batch.buffers.keys]
+    averaging = [batch.group for batch in batches if batch.rule.corrects and "last_grad" not in batch.keys.buffers]
     for group in averaging:
         _require_same_gamma(group)
 
@@ -191,8 +191,8 @@ def _collect(
     batches: list[Batch] = []
     param_index = -1
     for group, rule in zip(param_groups, rules, strict=True):
-        of_group: dict[states.Buffers, Batch] = {}
-        # By what decides the buffers in a group, and whether they are there; in 8 bits shapes do, too.
+        of_group: dict[states.BufferKeys, Batch] = {}
+        # By dtype and the keys of a complete state, which in a group decide the batch; in 8 bits the shape does, too.
         known: dict[Any, Batch] = {}
         in_8_bits, orthogonalizes = group["state_dtype"] == eight_bits.NAME, rule.orthogonalizes
         for param in group["params"]:
@@ -205,13 +205,13 @@ def _collect(
             spec = specs.get(param) if specs else None
             batch = known.get((param.dtype, *state))
             if batch is None:
-                buffers = _prepared(param, group, rule, state, spec)
-                if buffers not in of_group:
-                    of_group[buffers] = Batch(group, rule, buffers)
-                batch = of_group[buffers]
+                keys = _prepared(param, group, rule, state, spec)
+                if keys not in of_group:
+                    of_group[keys] = Batch(group, rule, keys)
+                batch = of_group[keys]
                 if not in_8_bits:
-                    kind = (param.dtype, *state)
-                    known[kind] = batch
+                    complete = (param.dtype, *state)
+                    known[complete] = batch
             if orthogonalizes:
                 states.prepare_rows(param, group, state, spec)
             batch.params.append(param)
@@ -226,15 +226,15 @@ def _collect(
 
 def _prepared(
     param: Tensor, group: Mapping[str, Any], rule: UpdateRule, state: dict[str, Any], spec: ShardSpec | None
-) -> states.Buffers:
-    """Return the buffers of a parameter; those that its state lacks are added."""
-    buffers = states.buffers_of(rule, param, group, state)
-    if not buffers.are_in(state):
+) -> states.BufferKeys:
+    """Return the keys of a parameter's buffers; those that its state lacks are added."""
+    keys = states.keys_of(rule, param, group, state)
+    if not keys.are_in(state):
         check_gradient(param, param.grad)
-        states.prepare(param, group, state, buffers, spec)
-    elif buffers.coded:
-        states.check_codes(param, state, buffers, spec)
-    return buffers
+        states.prepare(param, group, state, keys, spec)
+    elif keys.coded:
+        states.check_codes(param, state, keys, spec)
+    return keys
 
 
 def _are_ordinary(batches: Sequence[Batch]) -> bool:
@@ -265,10 +265,10 @@ def _are_counts(steps: Sequence[Any]) -> bool:
 def _are_typed(batch: Batch) -> bool:
     """Return whether tensors have the dtypes that they should have: buffers that should be in 8 bits, and no others."""
     for name, column in batch.tensors.items():
-        expected = {CODES[name]} if name in batch.buffers.coded else _FLOATS
+        expected = {CODES[name]} if name in batch.keys.coded else _FLOATS
         if not set(map(_dtype_of, column)) <= expected:
             return False
-    return not batch.buffers.scales or all(map(_scales_fit, batch.params, batch.specs, batch.scales))
+    return not batch.keys.scales or all(map(_scales_fit, batch.params, batch.specs, batch.scales))
 
 
 def _scales_fit(param: Tensor, spec: ShardSpec | None, scales: Iterable[Tensor]) -> bool:
@@ -289,19 +289,21 @@ def _look_closely(batches: Iterable[Batch]) -> None:
     for batch in batches:
         for param, state, spec in zip(batch.params, batch.states, batch.specs, strict=True):
             check_gradient(param, param.grad)
-            states.prepare(param, batch.group, state, batch.buffers, spec)
+            states.prepare(param, batch.group, state, batch.keys, spec)
         batch.read()
         for column in (*batch.tensors.values(), *batch.scales):
             column[:] = [tensor if type(tensor) in PLAIN else local(tensor.detach()) for tensor in column]
     rows = [row for batch in batches for row in zip(*batch.tensors.values(), strict=True)]
     scales = list(itertools.chain.from_iterable([batch.scales for batch in batches]))
-    state_fits, grad_fits = map(iter, inspect_memory(rows, scales))
+    state_fits, grad_fits = inspect_memory(rows, scales)
+    first = 0
     for batch in batches:
         params, grads = batch.tensors["params"], batch.tensors["grads"]
-        batch.fits = list(itertools.islice(state_fits, len(params)))
-        for position, fits in zip(range(len(params)), grad_fits, strict=False):
-            if not fits:  # whoever computes; with the parameter's strides
+        batch.fits = state_fits[first : first + len(params)]
+        for position, fits in enumerate(grad_fits[first : first + len(params)]):
+            if not fits:  # plain PyTorch takes the copy too; it has the parameter's strides
                 grads[position] = torch.empty_like(params[position], dtype=grads[position].dtype).copy_(grads[position])
+        first += len(params)
 
 
 def check_gradient(param: Tensor, grad: Any) -> None:
@@ -368,7 +370,8 @@ def _make_list(batch: Batch, key: Any, pieces: Sequence[Piece], numel: int) -> T
         dtype_of.pop("compensation", None)
     backend = choose_backend(group, device, dtype_of, rule.arithmetic, numel, dense=fits)
     columns = {name: _cut(column, pieces) for name, column in batch.tensors.items()}
-    tensors = TensorList(group, rule, backend, chunk, process_group, columns.pop("params"), columns.pop("grads"))
+    tensors = TensorList(group, rule, backend, chunk, process_group)
+    tensors.params, tensors.grads = columns.pop("params"), columns.pop("grads")
     tensors.compensation = columns.pop("compensation", [])
     tensors.buffers = {**columns, **_coded_columns(batch, columns, pieces)}
     tensors.steps = [batch.steps[position] for position, _, _ in pieces]
@@ -399,7 +402,7 @@ def _held(tensor: Tensor, shard: Shard) -> Tensor:
 def _coded_columns(batch: Batch, columns: Mapping[str, list[Tensor]], pieces: Sequence[Piece]) -> dict[str, Column]:
     """Return the columns of codes with their scales."""
     coded_columns: dict[str, Column] = {}
-    for number, name in enumerate(batch.buffers.with_scales):
+    for number, name in enumerate(batch.keys.with_scales):
         scales = _of_shards(pieces, functools.partial(batch.scales_of_shards, number))
         coded_columns[name] = list(map(Coded, columns[name], scales))
     return coded_columns

@@ -35,21 +35,21 @@ _NAMED_STEP = (
 
 
 @dataclass(frozen=True, eq=False)
-class Buffers:
-    """The buffers that a step reads and writes; `of_keys` has one object for all parameters that have the same."""
+class BufferKeys:
+    """The keys of the buffers that a step reads and writes; `of` has one object for all parameters with the same."""
 
-    keys: tuple[str, ...]  # all of the parameter's shape
+    buffers: tuple[str, ...]  # all of the parameter's shape
     coded: tuple[str, ...]  # those in 8 bits
 
     @staticmethod
     @functools.cache
-    def of_keys(keys: tuple[str, ...], coded: tuple[str, ...] = ()) -> Buffers:
-        """Return the buffers of these keys."""
-        return Buffers(keys, coded)
+    def of(buffers: tuple[str, ...], coded: tuple[str, ...] = ()) -> BufferKeys:
+        """Return the one object for these keys."""
+        return BufferKeys(buffers, coded)
 
     @functools.cached_property
     def with_scales(self) -> tuple[str, ...]:
-        """Return the keys of those in 8 bits that have scales."""
+        """Return the keys of the buffers in 8 bits that have scales."""
         return tuple([key for key in self.coded if key in SCALES])
 
     @functools.cached_property
@@ -59,18 +59,18 @@ class Buffers:
 
     @functools.cached_property
     def _needed(self) -> frozenset[str]:
-        return frozenset(["step", *self.keys, *self.scales])
+        return frozenset(["step", *self.buffers, *self.scales])
 
     def are_in(self, state: Mapping[str, Any]) -> bool:
-        """Return whether a state has all of these buffers, and scales if some of these have them, else none."""
+        """Return whether a state has all these buffers with their scales, and no scales if none are needed."""
         has_scales = SCALES["exp_avg"] in state
         return has_scales == bool(self.scales) and state.keys() >= self._needed
 
 
 def prepare(
-    param: Tensor, group: Mapping[str, Any], state: dict[str, Any], buffers: Buffers, spec: ShardSpec | None = None
+    param: Tensor, group: Mapping[str, Any], state: dict[str, Any], keys: BufferKeys, spec: ShardSpec | None = None
 ) -> None:
-    """Check a state, add those buffers that it lacks, as zeros, and put the others into the form that they should have.
+    """Check a state, add the buffers that it lacks as zeros, and put the others into 8 bits or floating point.
 
     Raises:
         RuntimeError: the state does not fit its parameter, or lacks the last gradient of its first moment.
@@ -89,20 +89,20 @@ def prepare(
             "converter drops it. Convert with python -m mars_hf to_universal INPUT_FOLDER OUTPUT_FOLDER"
         )
     state["step"] = to_step_count(state.get("step", 0))
-    for key in buffers.keys:
-        if key in buffers.coded:
+    for key in keys.buffers:
+        if key in keys.coded:
             coded.encode(param, state, key, spec)
         elif key in state:
             coded.decode(param, state, key, spec)
         else:
             dtype = param.dtype if key == "compensation" else buffer_dtype(param, group, state)
             state[key] = torch.zeros_like(param, dtype=dtype, memory_format=torch.preserve_format)
-    check_codes(param, state, buffers, spec)
+    check_codes(param, state, keys, spec)
 
 
-def check_codes(param: Tensor, state: Mapping[str, Any], buffers: Buffers, spec: ShardSpec | None) -> None:
+def check_codes(param: Tensor, state: Mapping[str, Any], keys: BufferKeys, spec: ShardSpec | None) -> None:
     """Raise UnfitStateError unless the buffers in 8 bits have the scales of their codes."""
-    for key in buffers.with_scales:
+    for key in keys.with_scales:
         coded.check(param, state, key, spec, "the state of a parameter")
 
 
@@ -144,20 +144,20 @@ def split_rows(
     return list(state[ROWS].split(counts))
 
 
-def buffers_of(rule: UpdateRule, param: Tensor, group: Mapping[str, Any], state: Container[str]) -> Buffers:
-    """Return the buffers that a step reads and writes."""
-    keys = ["exp_avg", *rule.buffers]
+def keys_of(rule: UpdateRule, param: Tensor, group: Mapping[str, Any], state: Container[str]) -> BufferKeys:
+    """Return the keys of the buffers that a step of a parameter reads and writes."""
+    buffers = ["exp_avg", *rule.buffers]
     if rule.has_second_moment and group["amsgrad"]:
-        keys.append("max_exp_avg_sq")
+        buffers.append("max_exp_avg_sq")
     if rule.corrects:
         keeps_last_grad = "last_grad" in state or not averages_gradients(rule, group)
         if keeps_last_grad:
-            keys.append("last_grad")
+            buffers.append("last_grad")
     if group["rounding"] == "kahan" and param.dtype == torch.bfloat16:
-        keys.append("compensation")
+        buffers.append("compensation")
     if group["state_dtype"] != eight_bits.NAME:
-        return Buffers.of_keys(tuple(keys))
-    return Buffers.of_keys(tuple(keys), coded.coded_keys(rule, param, group, keys))
+        return BufferKeys.of(tuple(buffers))
+    return BufferKeys.of(tuple(buffers), coded.coded_keys(rule, param, group, buffers))
 
 
 def buffer_dtype(param: Tensor, group: Mapping[str, Any], state: Mapping[str, Any]) -> torch.dtype:
