@@ -477,13 +477,12 @@ class Mars(torch.optim.Optimizer):
         with self._autocast_off(), self._no_states_if_refused():
             with shared.raising_together(error):  # nothing has changed until its end
                 _require_no_capture()
-                has_gradients = self._has_gradients()
                 if self._release is None:
                     self._compare_with_model()
                 rules, max_grad_norm = self._rules(), self.max_grad_norm
                 self._check_edited_groups()
                 shared.plan(max_grad_norm=max_grad_norm, metrics=metrics)
-                if not has_gradients and shared.is_alone:
+                if shared.is_alone and not self._has_gradients():
                     self._require_trainable()
                     return
                 place_gradients(groups)

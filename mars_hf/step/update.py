@@ -56,7 +56,7 @@ def update_matrices(
 def _advance_momenta(tensors: TensorList, dtype: torch.dtype) -> list[Tensor]:
     """Advance the first moments of a list, and return them in the dtype of the iteration; those at rest are zero."""
     momenta = [torch.empty_like(param, dtype=dtype) for param in tensors.params]
-    _write(tensors, momenta, "momentum")
+    _run_backend(tensors, momenta)
     resting.put_to_rest(momenta, tensors.units, tensors.moving)
     return momenta
 
@@ -71,11 +71,12 @@ def count_steps(steps: Sequence[Tensor]) -> None:
 
 
 def update(tensors: TensorList, directions: list[Tensor] | None = None, metrics: StepMetrics | None = None) -> None:
-    """Move the parameters of a list by one step, and keep its gradients as last gradients.
+    """Move the parameters of a list by one step; its steps have been counted.
 
     Args:
-        tensors: the list; its steps have been counted.
-        directions: one per entry if the rule orthogonalizes; None if not.
+        tensors: the list.
+        directions: one per entry if the rule orthogonalizes, whose moments have advanced. None advances moments, too,
+            and keeps the gradients as last gradients.
         metrics: receives the change of the parameters, from copies of `MEASURED_ELEMENTS` at a time; None skips it.
     """
     if metrics is None or not tensors.rule.corrects:
@@ -106,41 +107,32 @@ def _parts_of(params: Sequence[Tensor]) -> list[list[int]]:
 
 
 def _move(tensors: TensorList, directions: list[Tensor] | None) -> None:
-    """Write the moved parameters of a list."""
-    group = tensors.group
-    rounding = _rounding(tensors)
     if directions is None:
-        _write(tensors, tensors.params, tensors.rule.arithmetic, rounding)
-    else:
-        formulas.apply(
-            tensors.params,
-            directions,
-            lr=float(group["lr"]),
-            weight_decay=_weight_decay(group),
-            cautious=group["weight_decay_mode"] == "cautious",
-            rounding=rounding,
-        )
-
-
-def _write(
-    tensors: TensorList, params: list[Tensor], arithmetic: str, rounding: formulas.Rounding = formulas.NEAREST
-) -> None:
-    """Write what an arithmetic gives into `params`: the moved parameters, or for "momentum" the first moments."""
-    squares = tensors.backend.run_update(
-        params,
-        tensors.grads,
-        tensors.buffers,
-        _options(tensors, arithmetic, rounding),
+        _run_backend(tensors, tensors.params, _rounding(tensors))
+        return
+    group = tensors.group
+    formulas.apply(
+        tensors.params,
+        directions,
+        lr=float(group["lr"]),
+        weight_decay=_weight_decay(group),
+        cautious=group["weight_decay_mode"] == "cautious",
+        rounding=_rounding(tensors),
     )
+
+
+def _run_backend(tensors: TensorList, written: list[Tensor], rounding: formulas.Rounding = formulas.NEAREST) -> None:
+    """Advance the buffers of a list, and write the moved parameters, or first moments to orthogonalize."""
+    squares = tensors.backend.run_update(written, tensors.grads, tensors.buffers, _options(tensors, rounding))
     if tensors.clip_bounds:
         tensors.squares = squares
 
 
-def _options(tensors: TensorList, arithmetic: str, rounding: formulas.Rounding) -> formulas.Options:
+def _options(tensors: TensorList, rounding: formulas.Rounding) -> formulas.Options:
     group = tensors.group
     averages_gradients = tensors.rule.corrects and not tensors.last_grad
     return formulas.Options(
-        arithmetic=arithmetic,
+        arithmetic=tensors.rule.arithmetic,
         steps=[step.item() for step in tensors.steps],
         lr=group["lr"],
         beta1=float(group["betas"][0]),
