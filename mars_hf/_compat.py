@@ -1,6 +1,7 @@
 """Every private name of another package that mars_hf uses, and what breaks without it.
 
-A test compares `PRIVATE_NAMES` with what the package accesses, and with what the installed packages have.
+`PRIVATE_NAMES` and `REPLACED_NAMES` are for people who look into a failure with a new version, and for a test. It
+compares the first with what the package accesses, and both with what the installed packages have.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ def make(
     process_group: Any = None,
     decayed: Callable[[nn.Module], Iterable[str]] | None = None,
 ) -> Mars:
-    """Make what `create` returns, from its checked arguments.
+    """Make what `create` returns. Arguments are checked here, too: a Trainer's come as its user has written them.
 
     `decayed` gives the names of a model's parameters that decay, where a Trainer's user has said so; see
     `param_groups`.
@@ -145,7 +145,7 @@ def _decays_by_name(names: Iterable[str], settings: Mapping[str, Any]) -> dict[s
 
 
 def _require_decay_of_vectors(mars: Mars, decayed: Callable[..., Any], weight_decay_1d: float) -> None:
-    """Raise ValueError for a decay of vectors that a Trainer's override leaves to none."""
+    """Raise ValueError for a decay of vectors if a Trainer's override names no vector that takes it."""
     if any(group["weight_decay"] for group in mars.param_groups if not update_rule(group).corrects):
         return
     raise ValueError(
@@ -182,11 +182,10 @@ def _require_rate(model_or_params: Any, arguments: Mapping[str, Any]) -> None:
     )
 
 
-def _check_rates_of_groups(groups: Any) -> None:
+def _check_rates_of_groups(model_or_params: Any) -> None:
     """Raise ValueError for groups that state what `adamw_rates` would have to derive."""
-    if isinstance(groups, nn.Module):
-        return
-    for index, group in enumerate(groups if isinstance(groups, (list, tuple)) else ()):
+    groups = model_or_params if isinstance(model_or_params, (list, tuple)) else ()
+    for index, group in enumerate(groups):
         for name in ("lr", "weight_decay"):
             if isinstance(group, dict) and name in group:
                 raise ValueError(

@@ -449,7 +449,7 @@ class Mars(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._release is not None:
+        if self._release is not None:  # `_step` has been called for each parameter, and has not compared
             self._compare_with_model()
         if self._release is None or not self._release.finish():
             self._step()

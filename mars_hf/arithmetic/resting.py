@@ -27,7 +27,7 @@ class Units(NamedTuple):
     start: int = 0  # first element of a flat shard, in the parameter
 
 
-def find_moving(gradients: Sequence[Tensor], units: Sequence[Units]) -> list[Tensor]:
+def moving_flags(gradients: Sequence[Tensor], units: Sequence[Units]) -> list[Tensor]:
     """Return float32 flags of each gradient's units: 1 if an element is not zero, NaN included, else 0.
 
     On CPUs a test ends at the first element that is not zero. Elsewhere nothing waits for the device.
@@ -35,10 +35,10 @@ def find_moving(gradients: Sequence[Tensor], units: Sequence[Units]) -> list[Ten
     parts = [_parts(*pair) for pair in zip(gradients, units, strict=True)]
     if not gradients or gradients[0].device.type == "cpu":
         return [torch.tensor([float(not _is_zero(part)) for part in of_one], device="cpu") for of_one in parts]
-    return _find_moving_by_sums(parts, gradients[0].device)
+    return _moving_flags_by_sums(parts, gradients[0].device)
 
 
-def _find_moving_by_sums(parts: Sequence[list[Tensor]], device: torch.device) -> list[Tensor]:
+def _moving_flags_by_sums(parts: Sequence[list[Tensor]], device: torch.device) -> list[Tensor]:
     """Return the flags from sums of absolute values, which a few launches take for all units; no sum underflows."""
     units = list(itertools.chain.from_iterable(parts))
     sums = torch.stack(torch._foreach_norm(units, 1)) if units else torch.empty(0, device=device)

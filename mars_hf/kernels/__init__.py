@@ -65,12 +65,13 @@ class Backend:
 
     def run_update(
         self, params: list[Tensor], gradients: list[Tensor], buffers: Columns, options: formulas.Options
-    ) -> Any:
-        """Update; see `formulas.update`. Buffers may be in 8 bits. Returns what kernels do."""
+    ) -> Tensor | None:
+        """Update; see `formulas.update`. Buffers may be in 8 bits. Returns <g, g> of each tensor if kernels clip."""
         if self.kernels is not None:
             # Kernels bypass autograd: a graph that has saved a parameter must not run backward.
             torch.autograd.graph.increment_version(params)
-            return self.kernels.update(params, gradients, buffers, options)
+            squares: Tensor | None = self.kernels.update(params, gradients, buffers, options)
+            return squares
         if self.foreach and joined.can_update(params, buffers, options):
             joined.update(params, gradients, buffers, options)
             return None
@@ -86,6 +87,7 @@ class Backend:
             )
             of_part = {name: column[part] for name, column in buffers.items()}
             _update_buffers(params[part], gradients[part], of_part, part_options)
+        return None
 
 
 def _update_buffers(params: list[Tensor], gradients: list[Tensor], buffers: Columns, options: formulas.Options) -> None:
@@ -130,7 +132,7 @@ def choose_backend(
         return backend
     if group["fused"]:
         raise RuntimeError(f"fused=True, and {problem}; use fused=None")
-    if kernels_of(device).is_available(device) and device not in _failures:
+    if kernels_of(device).is_available(device) and device not in _failures:  # `_library` logs a failed compilation
         log.warning_on_machine(f"MARS takes plain PyTorch for the rest of this run: {problem}")
         _failures[device] = problem
     return plain

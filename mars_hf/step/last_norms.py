@@ -44,5 +44,5 @@ class LastNorms:
 
 
 def _marks(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int, int]]:
-    """Return what tells tensors that have stayed as they are: id, address and version of each."""
+    """Return what stays the same while a tensor and its values do: its id, address and version."""
     return zip(map(id, tensors), map(Tensor.data_ptr, tensors), map(_version_of, tensors), strict=True)

@@ -62,7 +62,7 @@ class TensorList:
     factors: Tensor | None = None  # one per entry; None means 1
     clip_bounds: list[float] = field(default_factory=list)  # largest <g, g> at which c is surely not clipped, if known
     squares: Tensor | None = None  # <g, g> of lists with bounds; None before it is known
-    moving: list[Tensor] = field(default_factory=list)  # flags of their units; see `resting.find_moving`
+    moving: list[Tensor] = field(default_factory=list)  # flags of their units; see `resting.moving_flags`
 
     @property
     def last_grad(self) -> list[Tensor]:

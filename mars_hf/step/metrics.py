@@ -64,7 +64,7 @@ class StepMetrics:
         Args:
             sums: sums over the pieces, from `formulas.sums`.
             squares: squared norm of the whole c_t that each piece belongs to.
-            fractions: each piece's, of its parameter.
+            fractions: which part of its parameter each piece is.
             clip_threshold: the group's threshold; None for no clipping.
             has_last: whether there are last gradients to compare with.
             group: process group that holds the other pieces; by default this rank holds them all.

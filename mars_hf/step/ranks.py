@@ -28,10 +28,11 @@ from mars_hf.step.metrics import StepMetrics
 # Numbers may differ in their last digits, where processors compute schedules; `fused` may differ with the processor.
 _NUMBERS = ("lr", "betas", "eps", "weight_decay", "gamma")
 _NAMES = tuple(name for name in (*GROUP_KEYS, "role") if name not in (*_NUMBERS, "max_grad_norm", "fused"))
+_ENDED = object()  # stands for the next yield of an update that has none
 
 
 def settings_to_compare(group: Mapping[str, Any], index: int) -> dict[str, str]:
-    """Return what ranks that share a group must have in common, by what an error calls it."""
+    """Return what must be the same on all ranks that share a group, by the names that an error gives it."""
     of_group = {name: _shown(group[name]) for name in _NUMBERS}
     if group["weight_decay_mode"] == "decoupled":
         of_group |= {name: _shown(group.get(name)) for name in ("max_lr", "peak_lr", "initial_lr")}
@@ -54,7 +55,7 @@ def _shown(value: Any) -> str:
 
 
 class _OfGroup(NamedTuple):
-    """What of a group's settings decides which sums ranks add up."""
+    """Those settings of a group that decide which sums ranks add up."""
 
     rule: UpdateRule
     clips: bool
@@ -91,8 +92,8 @@ class SharedStep:
     """What this rank shares with others in one step; empty for a process alone. `plan` comes first.
 
     The first all-reduce of a step has the form of the step before, whatever this rank has changed since, so that a rank
-    whose settings are wrong, or differ, meets the others there. It is the only one but where the form changes, and
-    where ranks communicate before the sums are known.
+    whose settings are wrong, or differ, meets the others there. A second one follows only if the form changes, or if
+    ranks communicate before the sums are known.
     """
 
     def __init__(
@@ -137,8 +138,8 @@ class SharedStep:
     def raising_together(self, error: Exception | None = None) -> Iterator[None]:
         """Let an error of the block stop all ranks, with one message; nothing may have changed when it is raised.
 
-        So do `error`, and what this rank has failed with since the step before. After a step that has stopped half-way
-        none follows. An interrupt is nobody else's: a launcher ends the other processes.
+        `error`, and an error that this rank has kept since the step before, stop them as well. If a step has stopped
+        half-way, so does every later one. An interrupt is not told to others: a launcher ends their processes.
         """
         ranks = self._ranks
         error, ranks.held_error = error or ranks.held_error, None
@@ -317,15 +318,15 @@ class SharedStep:
         """Let updates go on until they communicate again, and return those that have not ended."""
         left = []
         for update in reversed(updates):
-            has_ended = True  # unless it yields
+            communicates = False  # also after an error, which is kept
             with self.held():
-                has_ended = next(update, True) is True
-            if not has_ended:
+                communicates = next(update, _ENDED) is not _ENDED
+            if communicates:
                 left.append(update)
         return left[::-1]
 
     def conclude(self) -> None:
-        """End the step: raise what this rank has kept, or what others have told. Waits for the device if they could.
+        """End the step: raise what this rank has kept, or what others have told. Where ranks share work, it waits.
 
         Raises:
             RuntimeError: a rank has failed after parameters had moved.
@@ -373,7 +374,8 @@ class SharedStep:
             if tensors.chunk is not None:
                 lists_of.setdefault(tensors.chunk, []).append(tensors)
         for chunk, of_chunk in lists_of.items():
-            yield Chunk(of_chunk, *rounds.get(chunk, (None, [])))
+            exchange, matrices = rounds.get(chunk, (None, []))
+            yield Chunk(of_chunk, exchange, matrices)
 
 
 class Chunk(NamedTuple):
@@ -397,7 +399,7 @@ class Chunk(NamedTuple):
         Args:
             momenta: their first moments, in the dtypes of the iteration; overwritten where ranks share the work.
             param_groups: the optimizer's groups.
-            error: why the first moments of this rank are none, where ranks share them; raised in the end.
+            error: why the first moments of this rank are zeros. Other ranks wait for them, so it is raised at the end.
         """
         rows = [row_avg_sq for tensors in self.lists for row_avg_sq in tensors.row_avg_sq]
         if self.exchange is None:
@@ -451,9 +453,9 @@ class Ranks:
         return _Settings(tuple(map(_OfGroup.read, param_groups)), has_global_norm, has_metrics)
 
     def settings_of_before(self, param_groups: Sequence[Mapping[str, Any]]) -> _Settings:
-        """Return those of the step before; of groups that are new since then, those that they have now.
+        """Return the settings of the step before; those of today for groups that are new since then.
 
-        DeepSpeed shows a step some of the groups.
+        Under DeepSpeed a step may see some of the groups only.
         """
         groups = []
         for group in param_groups:
@@ -468,7 +470,7 @@ class Ranks:
             self._known[id(group)] = group, of_group
 
     def replace(self, groups: Sequence[Mapping[str, Any]], replaced: Sequence[Mapping[str, Any]]) -> None:
-        """Give groups the settings that those in whose place torch has put them are known for."""
+        """Note groups that torch has put in the place of others, with what is known of those."""
         settings = self.settings_of_before(replaced)
         self._known.clear()
         self.remember(groups, settings)

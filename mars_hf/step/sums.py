@@ -98,13 +98,13 @@ def rows_to_reduce(max_grad_norm: float | None) -> slice:
 
 
 def find_moving(lists: Sequence[TensorList]) -> None:
-    """Find what has a gradient other than zero, under rules that orthogonalize: what has not rests.
+    """Find what has a gradient other than zero, under rules that orthogonalize; everything else rests.
 
     `SharedStep.merge_moving` replaces the flags of shards by those of whole parameters.
     """
     for tensors in lists:
         if tensors.rule.orthogonalizes:
-            tensors.moving = resting.find_moving(tensors.grads, tensors.units)
+            tensors.moving = resting.moving_flags(tensors.grads, tensors.units)
 
 
 # --- clipping ---------------------------------------------------------------------------------------------------------

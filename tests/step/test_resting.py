@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from mars_hf import Mars, create
 from mars_hf.arithmetic import resting
-from mars_hf.arithmetic.resting import Units, find_moving, put_to_rest
+from mars_hf.arithmetic.resting import Units, moving_flags, put_to_rest
 
 NORMALIZING = ["mars-m", "mars-shampoo", "mars-lion"]
 every_normalizing = pytest.mark.parametrize("mars_type", NORMALIZING)
@@ -106,7 +106,7 @@ def test_units_with_an_element_other_than_zero(device):
     flat[399], flat[1100] = 1, 1  # a shard that begins 300 elements into an expert of 700
     gradients = [tensor.to(device) for tensor in (zeros, last, nan, tiny, opposite, stack, turned, flat)]
     units = [*[Units([0])] * 5, *[Units(range(4))] * 2, Units(range(4), 700, 300)]
-    flags = find_moving(gradients, units)
+    flags = moving_flags(gradients, units)
     expected = [[0], [1], [1], [1], [1], [1, 0, 1, 0], [0, 1, 0, 0], [1, 0, 1, 0]]
     assert [of_tensor.tolist() for of_tensor in flags] == expected
 
@@ -291,7 +291,7 @@ def test_flags_of_accelerators_are_those_of_cpus(dtype):
     of_stack, shard = resting.Units(range(len(values))), resting.Units(range(3), size=15, start=20)
     tensors, units = [stack, stack[:, :0], stack.view(-1)[20:45]], [of_stack, of_stack, shard]
     parts = [resting._parts(*pair) for pair in zip(tensors, units, strict=True)]
-    by_sums = resting._find_moving_by_sums(parts, stack.device)
-    assert all(map(torch.equal, by_sums, resting.find_moving(tensors, units)))
+    by_sums = resting._moving_flags_by_sums(parts, stack.device)
+    assert all(map(torch.equal, by_sums, resting.moving_flags(tensors, units)))
     assert by_sums[0].tolist() == [0, 0, 1, 1, 1, 1, 1, 1] and not by_sums[1].any()
-    assert [len(flags) for flags in resting._find_moving_by_sums([[], parts[0]], stack.device)] == [0, len(values)]
+    assert [len(flags) for flags in resting._moving_flags_by_sums([[], parts[0]], stack.device)] == [0, len(values)]
