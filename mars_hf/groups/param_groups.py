@@ -255,20 +255,35 @@ def split_by_model(groups: Iterable[Any], model_groups: Iterable[Mapping[str, An
         model_groups: the model's groups, from `param_groups`; what they state wins. Other parameters keep their groups'
             own settings.
     """
-    in_model: dict[Any, Mapping[str, Any]] = {}
-    for group in model_groups:
-        stated = {name: value for name, value in group.items() if name != "params"}
-        in_model |= dict.fromkeys(params_of([group]), stated)
+    in_model, left_out = _by_param(model_groups)
     groups = [groups] if isinstance(groups, Tensor) else list(groups)
     if not groups or not isinstance(groups[0], dict):
         groups = [{"params": groups}]
     parts: dict[tuple[int, str], dict[str, Any]] = {}
     for index, group in enumerate(groups):
-        for entry in entries_of(group, index):
-            settings = in_model.get(_param_of(entry), {})
-            part = parts.setdefault((index, repr(settings)), {**group, **settings, "params": []})
+        entries = entries_of(group, index)
+        own = {key: value for key, value in group.items() if key != "left_out"}  # as of an earlier optimizer
+        for entry in entries:
+            param = _param_of(entry)
+            settings = in_model.get(param, {})
+            part = parts.setdefault((index, repr(settings)), {**own, **settings, "params": []})
             part["params"].append(entry)
+            if left_out.get(param):
+                part["left_out"] = {**part.get("left_out", {}), **left_out[param]}
     return list(parts.values())
+
+
+def _by_param(model_groups: Iterable[Mapping[str, Any]]) -> tuple[dict[Any, Any], dict[Any, dict[str, str]]]:
+    """Return what a model's groups state for each parameter, and its name with why it is left out, if it is."""
+    stated: dict[Any, Mapping[str, Any]] = {}
+    left_out: dict[Any, dict[str, str]] = {}
+    for group in model_groups:
+        settings = {key: value for key, value in group.items() if key not in ("params", "left_out")}
+        reasons = group.get("left_out", {})
+        for name, param in group["params"]:
+            stated[param] = settings
+            left_out[param] = {name: reasons[name]} if name in reasons else {}
+    return stated, left_out
 
 
 def params_of(groups: Iterable[Mapping[str, Any]]) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import gpt2
+from helpers import arguments, gpt2
 from test_param_groups import Odd
 from torch import nn
 
@@ -114,3 +114,22 @@ def test_one_line_is_short():
     ]
     line = summary.one_line_summary(groups, torch.nn.Linear(1, 1))
     assert len(line) <= 160 and "200 matrices (200,000,000,000,000) at lr=1.23e-05-3.7e-05" in line
+
+
+@pytest.mark.parametrize("door", ["groups of the user", "a later group"])
+def test_names_left_out_are_counted_once(door, tmp_path):
+    """Groups that a model's group is split into name their own parameters alone."""
+    model = gpt2()
+    tables = [model.transformer.wte.weight, model.transformer.wpe.weight]
+    if door == "a later group":
+        tables[1].requires_grad_(False)
+        mars = mars_hf.create(model, mars_type="mars-m", lr=3e-3)
+        tables[1].requires_grad_(True)
+        mars.add_param_group({"params": tables[1:]})
+    else:
+        others = [param for param in model.parameters() if all(param is not table for table in tables)]
+        groups = [{"params": params} for params in (tables[:1], tables[1:], others)]
+        make, _ = mars_hf.factory(arguments(tmp_path), mars_type="mars-m")
+        mars = make(groups, model=model)
+    counts = {"transformer.wte.weight": 1, "transformer.wpe.weight": 1}
+    assert summary.names_left_out(mars.param_groups) == {"embedding": counts}
