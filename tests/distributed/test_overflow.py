@@ -57,8 +57,10 @@ def poisoned(model: TinyGPT2) -> Any:
 class Torch(TorchRun):
     """DDP or FSDP2 with torch's GradScaler."""
 
+    def make_scaler(self) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler("cpu", init_scale=2.0**SCALE_POWER, growth_interval=2)
+
     def build(self) -> TinyGPT2:
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**SCALE_POWER, growth_interval=2)
         model = build_model(self.case)
         if self.engine == "fsdp2":
             policy = MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float32)

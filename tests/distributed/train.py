@@ -181,7 +181,7 @@ class TorchRun:
             self.wrapped = nn.parallel.DistributedDataParallel(self.model, **settings)
         if engine == "compiled":
             self.wrapped = torch.compile(self.model)
-        self.scaler = torch.amp.GradScaler(device().type, init_scale=2.0**12, enabled=engine == "scaled")
+        self.scaler = self.make_scaler()
         self.mars = case.create(
             groups_of(self.model) if "groups" in self.flags else self.model, is_approx="exact" not in self.flags
         )
@@ -189,6 +189,9 @@ class TorchRun:
             self.mars.process_group = self.wrapped.process_group
         set_lr(self.mars, 0)  # as a scheduler would: torch loads only settings that the group already has
         self.watched = Watched(self.mars, self.flags)
+
+    def make_scaler(self) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler(device().type, init_scale=2.0**12, enabled=self.engine == "scaled")
 
     def build(self) -> nn.Module:
         model = build_model(self.case)

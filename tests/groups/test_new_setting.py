@@ -28,9 +28,9 @@ _STEPS_OR_NONE = Kind("an integer >= 0", lambda value: type(value) is int and va
         "        max_grad_norm: float | None = None,\n": "        decay_steps: int = 0,\n",
     },
     "mars_hf/step/update.py": {
-        "        formulas.apply(\n": """\
-        if 0 < group["decay_steps"] < tensors.steps[0]:
-            group = {**group, "weight_decay": 0.0}
+        "    formulas.apply(\n": """\
+    if 0 < group["decay_steps"] < tensors.steps[0]:
+        group = {**group, "weight_decay": 0.0}
 """,
     },
     "tests/groups/test_settings.py": {
