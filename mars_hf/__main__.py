@@ -71,7 +71,8 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(0 if selfcheck.run() else 1)
     try:
         if options.command == "configs":
-            package = Path(__file__).resolve().parent  # of a wheel, which has them in it, or in a checkout
+            # A wheel holds the configs in the package; in a checkout they are beside it.
+            package = Path(__file__).resolve().parent
             folders = [path / "accelerate_configs" for path in (package, package.parent)]
             print(folders[0] if folders[0].is_dir() else folders[1])
         elif options.command == "suggest":
@@ -125,7 +126,10 @@ def _run_module(parser: _Parser, name: str) -> None:
 
 
 def _require_mars(watch: StepWatch, script: str, arguments: list[str]) -> None:
-    """End with exit code 1 if another optimizer was to train a script that has ended well; say if nothing trained."""
+    """Judge a script that has ended well: exit with code 1 if another optimizer trained, or would have.
+
+    If nothing trained at all, a warning says so.
+    """
     problem = watch.problem()
     if problem is not None:
         sys.exit(f"python -m mars_hf run: {problem}" if log.is_first_rank() else 1)

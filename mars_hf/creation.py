@@ -88,8 +88,7 @@ def create(
     check_names(stated, SETTINGS, "mars_hf.create")
     saved = {} if like is None else saved_settings.read(like, stated.get("mars_type"))
     arguments = without_unread({**saved, **check_arguments(stated)}, stated)
-    if like is not None and arguments.get("adamw_rates"):
-        raise ValueError(f"like={shown(str(like))} has rates of MARS; leave adamw_rates out")
+    saved_settings.check_rates(like, arguments)
     check_arguments_read(arguments)
     return make(model_or_params, arguments, process_group=process_group)
 

@@ -37,7 +37,7 @@ ROOT = PACKAGE.parent
 # Files, and lines with C++.
 COMPARE = "mars_hf/compare"
 ROOMS = {
-    "mars_hf": (62, 14_820),
+    "mars_hf": (62, 14_840),
     COMPARE: (16, 2_280),
     "recipes": (23, 2_850),
     "tests": (110, 28_620),

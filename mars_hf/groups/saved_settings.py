@@ -130,6 +130,12 @@ def read(like: str | os.PathLike[str], mars_type: Any = None) -> dict[str, Any]:
     return arguments
 
 
+def check_rates(like: str | os.PathLike[str] | None, arguments: Mapping[str, Any]) -> None:
+    """Raise ValueError if arguments of `create` would convert rates of AdamW: those in a mars.json are MARS's."""
+    if like is not None and arguments.get("adamw_rates"):
+        raise ValueError(f"like={shown(os.fspath(like))} has rates of MARS; leave adamw_rates out")
+
+
 def _hint_of_folder(path: Path) -> str:
     """Return the names near a path that does not exist, beside it."""
     try:

@@ -227,7 +227,16 @@ def _notes(rules: list[str], *, is_finetuning: bool) -> list[str]:
 
 def _check_ranges(lr: float, betas: tuple[float, float], decay: float, width: int | None) -> None:
     """Raise ValueError for values of AdamW that no training has."""
-    check_values({"lr": lr, "betas": betas, "weight_decay": decay})
+    given = {
+        "--adamw-lr": {"lr": lr},
+        "--adamw-betas": {"betas": betas},
+        "--adamw-weight-decay": {"weight_decay": decay},
+    }
+    for flag, setting in given.items():
+        try:
+            check_values(setting)
+        except ValueError as error:
+            raise ValueError(f"{flag}: {error}") from None
     if lr == 0 or (width is not None and width < 1):
         raise ValueError("--adamw-lr and --width are numbers > 0")
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, is_initialized
+from accelerate.state import AcceleratorState
+from accelerate.state import is_initialized as accelerate_is_initialized
 from torch import nn
 from transformers.trainer import Trainer
 from transformers.trainer_callback import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState
@@ -318,6 +319,7 @@ def _asks_for_mars(args: TrainingArguments, trainer: Trainer | None) -> bool:
 
 
 def _uses_factory(trainer: Trainer | None) -> bool:
+    """Return whether `factory` makes the optimizer; its class is known by name, since its module imports this one."""
     made_by = getattr(trainer, "optimizer_cls_and_kwargs", None)
     return made_by is not None and type(made_by[0]).__name__ == "MarsFactory"
 
@@ -331,7 +333,8 @@ def _saves_plain_states(trainer: Trainer | None, mars: Mars) -> bool:
 
 def _share_work_of_ranks(mars: Mars) -> None:
     """Name the ranks that accelerate's DistributedDataParallel keeps alike, unless the user has named others."""
-    if mars.process_group is not None or not dist.is_initialized() or not is_initialized():
+    has_ranks = dist.is_available() and dist.is_initialized()
+    if mars.process_group is not None or not has_ranks or not accelerate_is_initialized():
         return
     if AcceleratorState().distributed_type.name.startswith("MULTI_"):
         mars.process_group = dist.group.WORLD

@@ -43,7 +43,7 @@ def restore(model: Any, folder: str | Path) -> bool:
     model.load_state_dict(loaded.state_dict())
     lost = [*sorted(report["missing_keys"]), *_lost_weights(model, folder)]
     if lost:
-        raise RuntimeError(f"{problem}: {lost[0]} and {len(lost) - 1} more are lost")
+        raise RuntimeError(f"{problem}: {len(lost)} are lost, {lost[0]} first")
     return True
 
 

@@ -167,6 +167,7 @@ def resolve(settings: Mapping[str, Any], args: TrainingArguments) -> dict[str, A
             )
     stated = dict(in_arguments.values()) | of_mars
     arguments = without_unread(join_beta_pairs(saved | stated), join_beta_pairs(stated))
+    saved_settings.check_rates(like, arguments)
     check_arguments_read(arguments)
     check_decoupled_decay(arguments)
     return arguments

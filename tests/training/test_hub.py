@@ -352,6 +352,12 @@ def test_like_in_factories(tmp_path):
         arguments(tmp_path / "fourth", optim="mars_lion", optim_args=place)
     with pytest.raises(ValueError, match=r"like='nowhere/at/all': no such folder"):
         arguments(tmp_path / "fifth", optim="mars_adamw", optim_args="like=nowhere/at/all")
+    for convert in (
+        lambda: arguments(tmp_path / "sixth", optim="mars_adamw", optim_args=f"{place},adamw_rates=true"),
+        lambda: mars_hf.factory(args, like=tmp_path / "first", adamw_rates=True),
+    ):
+        with pytest.raises(ValueError, match=r"like='.*' has rates of MARS; leave adamw_rates out"):
+            convert()
 
 
 KEEP = [("*wte*", {"weight_decay": 0.0})]
