@@ -442,7 +442,7 @@ def check_decoupled_decay(settings: Mapping[str, Any]) -> None:
 
 
 def loaded_state_dtype(saved: Any, own: Any) -> Any:
-    """Return the `state_dtype` that a group has after loading: the saved one, or its own if one of them is 8 bits."""
+    """Return the `state_dtype` that a group has after loading: the saved one, or its own if exactly one is 8 bits."""
     is_converted = (saved == eight_bits.NAME) != (own == eight_bits.NAME)
     return own if is_converted else saved
 

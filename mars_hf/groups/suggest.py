@@ -141,7 +141,7 @@ def cells_of_table() -> list[list[str]]:
         ("AdamW", "its own", 1.0),
         ("mars-adamw", "AdamW's", adamw / update_rms("mars-adamw", beta1=0.9, gamma=gamma)),
         ("mars-adamw", default, adamw / update_rms("mars-adamw", beta1=DEFAULTS["betas"][0], gamma=gamma)),
-        ("mars-m, muon", default, adamw / update_rms("mars-m", beta1=0.95, gamma=gamma)),
+        ("mars-m, muon", default, adamw / update_rms("mars-m", beta1=DEFAULTS["betas"][0], gamma=gamma)),
         ("mars-lion", "AdamW's", adamw / update_rms("mars-lion", beta1=0.9, gamma=gamma)),
     ]
     cells = [["rule", "betas", "times AdamW's rate", *USUAL_RATES]]
@@ -227,7 +227,7 @@ def _notes(rules: list[str], *, is_finetuning: bool) -> list[str]:
 
 def _check_ranges(lr: float, betas: tuple[float, float], decay: float, width: int | None) -> None:
     """Raise ValueError for values of AdamW that no training has."""
-    given = {
+    given: dict[str, dict[str, Any]] = {
         "--adamw-lr": {"lr": lr},
         "--adamw-betas": {"betas": betas},
         "--adamw-weight-decay": {"weight_decay": decay},
