@@ -214,10 +214,10 @@ class Rank(NamedTuple):
         piece = flat[start:][:numel]
         if key not in SCALES or SCALES[key] not in self.states[index]:
             return piece
-        parts = [part for part in self.offsets[index].values() if part[1]]
-        scales = self.states[index][SCALES[key]]
         if not numel:
             return piece.float()
+        parts = [(start, numel) for start, numel in self.offsets[index].values() if numel > 0]
+        scales = self.states[index][SCALES[key]]
         if not is_plain(scales) or scales.shape != (number_of_scales(len(flat), len(parts)),):
             raise ValueError(f"the scales of {key} of {name} do not fit its 8-bit codes: the checkpoint is damaged")
         return Coded(piece, scales_of_parts(scales, parts)[parts.index((start, numel))]).decode()
@@ -432,57 +432,57 @@ def extend_deepspeed() -> None:
 
 
 def _for_mars(loader: Callable[..., None], original: Callable[..., None]) -> Callable[..., None]:
-    """Return DeepSpeed's method, with ours in its place if the optimizer is a `Mars`."""
+    """Return a method of DeepSpeed's ZeRO optimizers, with ours in its place if the one they wrap is a `Mars`."""
 
     @functools.wraps(original)
-    def load(engine: Any, *args: Any, **kwargs: Any) -> None:
-        if isinstance(engine.optimizer, Mars):
-            loader(functools.partial(original, engine), engine, *args, **kwargs)
+    def load_ours_or_original(zero: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(zero.optimizer, Mars):
+            loader(functools.partial(original, zero), zero, *args, **kwargs)
         else:
-            original(engine, *args, **kwargs)
+            original(zero, *args, **kwargs)
 
-    return load
+    return load_ours_or_original
 
 
-def load_zero12(original: Callable[..., None], engine: Any, groups_name: str, checkpoint_dir: str) -> None:
+def load_zero12(original: Callable[..., None], zero: Any, groups_name: str, checkpoint_dir: str) -> None:
     """Check all files, and let DeepSpeed's loader for ZeRO-1/2 and bf16 read them; the groups follow."""
-    if getattr(engine, "round_robin_gradients", False):
+    if getattr(zero, "round_robin_gradients", False):
         raise ValueError("DeepSpeed mixes up the places of parameters under round_robin_gradients; load with it off")
-    indices = range(len(engine.optimizer.param_groups))
-    groups, _ = _read_all(engine, checkpoint_dir, getattr(engine, groups_name), indices)
+    indices = range(len(zero.optimizer.param_groups))
+    groups, _ = _read_all(zero, checkpoint_dir, getattr(zero, groups_name), indices)
     original(groups_name, checkpoint_dir)
-    for group, values in zip(engine.optimizer.param_groups, groups, strict=True):
+    for group, values in zip(zero.optimizer.param_groups, groups, strict=True):
         group.update(values)
 
 
-def load_zero3(original: Callable[..., None], engine: Any, checkpoint_dir: str) -> None:
+def load_zero3(original: Callable[..., None], zero: Any, checkpoint_dir: str) -> None:
     """Load weights and global state by DeepSpeed's loader for ZeRO-3, and then the states and groups."""
-    if engine.swap_optimizer:
+    if zero.swap_optimizer:
         raise ValueError("universal checkpoints of Mars cannot be loaded with the optimizer offloaded to NVMe")
-    group_of = [engine.sub_group_to_group_id[index] for index in range(len(engine.fp16_groups))]
-    groups, states = _read_all(engine, checkpoint_dir, engine.fp16_groups, group_of)
-    read_state = engine.load_hp_checkpoint_state
+    group_of = [zero.sub_group_to_group_id[index] for index in range(len(zero.fp16_groups))]
+    groups, states = _read_all(zero, checkpoint_dir, zero.fp16_groups, group_of)
+    read_state = zero.load_hp_checkpoint_state
 
     def read_weights(folder: str, key: str, param: Tensor) -> Tensor:
         # It insists on Adam's moments, which not all parameters have; they are read below.
         return read_state(folder, key, param=param) if key == WEIGHTS else torch.empty(0)
 
-    engine.load_hp_checkpoint_state = read_weights
+    zero.load_hp_checkpoint_state = read_weights
     try:
         original(checkpoint_dir)
     finally:
-        del engine.load_hp_checkpoint_state
-    for group, values in zip(engine.optimizer.param_groups, groups, strict=True):
+        del zero.load_hp_checkpoint_state
+    for group, values in zip(zero.optimizer.param_groups, groups, strict=True):
         group.update(values)
-    for flat, params in zip(engine.fp32_partitioned_groups_flat, engine.fp16_groups, strict=True):
-        engine.optimizer.state[flat] = _flat_state(engine, checkpoint_dir, flat, params, states[params[0]])
+    for flat, params in zip(zero.fp32_partitioned_groups_flat, zero.fp16_groups, strict=True):
+        zero.optimizer.state[flat] = _flat_state(zero, checkpoint_dir, flat, params, states[params[0]])
 
 
 def _flat_state(
-    engine: Any, checkpoint_dir: str, flat: Tensor, params: list[Tensor], first: dict[str, Tensor]
+    zero: Any, checkpoint_dir: str, flat: Tensor, params: list[Tensor], first: dict[str, Tensor]
 ) -> dict[str, Tensor]:
     """Return the state of a flat tensor of ZeRO-3, from the files of its parameters; `first` is that of the first."""
-    zero = Path(checkpoint_dir) / "zero"
+    folder = Path(checkpoint_dir) / "zero"
     state: dict[str, Tensor] = {}
     for key, value in first.items():
         if key == "step":
@@ -490,8 +490,8 @@ def _flat_state(
         elif key != WEIGHTS:
             pieces = []  # this rank's
             for param in params:
-                folder = str(zero / engine.param_names[param])
-                pieces.append(engine.load_hp_checkpoint_state(folder, key, param=param))
+                folder_of_param = str(folder / zero.param_names[param])
+                pieces.append(zero.load_hp_checkpoint_state(folder_of_param, key, param=param))
             joined = torch.cat(pieces)
             state[key] = torch.zeros_like(flat, dtype=pieces[0].dtype)  # what it was saved in
             state[key][: len(joined)] = joined
@@ -499,13 +499,13 @@ def _flat_state(
 
 
 def _read_all(
-    engine: Any, checkpoint_dir: str, parts: Iterable[Iterable[Tensor]], group_of: Iterable[int]
+    zero: Any, checkpoint_dir: str, parts: Iterable[Iterable[Tensor]], group_of: Iterable[int]
 ) -> tuple[list[dict[str, Any]], dict[Tensor, dict[str, Tensor]]]:
     """Check all files, which DeepSpeed reads again in its own way; return the groups and each parameter's states."""
-    zero = Path(checkpoint_dir) / "zero"
-    groups = read_groups(zero, engine.optimizer)
+    folder = Path(checkpoint_dir) / "zero"
+    groups = read_groups(folder, zero.optimizer)
     states = {}
     for params, index in zip(parts, group_of, strict=True):
         for param in params:
-            states[param] = read_parameter(zero / engine.param_names[param], param, groups[index])
+            states[param] = read_parameter(folder / zero.param_names[param], param, groups[index])
     return groups, states

@@ -173,12 +173,11 @@ class Exchange:
         self._ranks, self._rank = _size_and_rank(groups.shards)
         self._replicas, self._replica = _size_and_rank(groups.replicas)
         self._row_dtype = torch.promote_types(groups.dtype, torch.float32)
+        # What a rank works on in a round is about a fourth of its share. It receives as much of each replica.
         share = sum(matrix.shape.numel() for matrix in matrices) // (self._ranks * self._replicas)
+        worked_on = min(max(share // ROUNDS, ROUND_ELEMENTS), CHUNK_ELEMENTS)
         self.rounds = plan_rounds(
-            matrices,
-            ranks=self._ranks,
-            replicas=self._replicas,
-            max_elements=min(max(share // ROUNDS, ROUND_ELEMENTS), CHUNK_ELEMENTS) * self._replicas,
+            matrices, ranks=self._ranks, replicas=self._replicas, max_elements=worked_on * self._replicas
         )
         self.start(Failure())
 
@@ -231,6 +230,7 @@ class Exchange:
             if matrix.shape.numel():
                 owned.setdefault(owner, []).append(matrix)
         own = owned.get((self._replica, self._rank), [])
+        # This rank's parts of what this replica works on, and all parts of what this rank works on.
         mine = theirs = self._box_for(self._replica, owned)
         if self.groups.shards is not None:
             theirs = self._box([_parts(own, rank) for rank in range(self._ranks)])

@@ -10,8 +10,7 @@ from torch import nn
 
 from mars_hf.distributed.tensors import shape_of
 
-# Layers that turn hidden states into scores, tokens, labels or boxes, by the last part of their path. Attention and
-# pooling have heads of another kind.
+# Layers that turn hidden states into scores, tokens, labels or boxes, by the last part of their path.
 _HEAD_NAME = re.compile(
     r"(?:\w+_)?(?:classifier|head|predictor|pred)(?:_distill|_linear)?|heads|score|cls|qa_outputs|seq_relationship"
     r"|embed_out|(?:class|bbox)_embed|vocab_projector|ctc_proj|\w*logits_(?:proj|dense)"
@@ -58,7 +57,7 @@ def _is_named_as_head(name: str) -> bool:
 
 
 def _is_head(model: nn.Module, modules: Mapping[str, nn.Module], path: str) -> bool:
-    """Return whether a module is a head by its name; attention and pooling have heads of another kind."""
+    """Return whether a module is a head by its name: no `head` in attention, and an `fc` only at the end of a model."""
     parent, _, name = path.rpartition(".")
     if name == "fc":
         return _is_last_of_model(model, modules, path)

@@ -48,8 +48,8 @@ def of_model(
     """
     patterns = {} if isinstance(split_fused, str) else split_fused
     modules = dict(model.named_modules(remove_duplicate=False))
-    of_experts = _adapters_of_experts(modules.values())
-    of_routers = _of_routers(modules)
+    expert_adapters = _adapters_of_experts(modules.values())
+    routers = _of_routers(modules)
     layouts: dict[nn.Parameter, MatrixLayout | LeftOut] = {}
     pattern_of: dict[str, str | None] = {}  # by name of parameter
     for path, module in modules.items():
@@ -57,9 +57,9 @@ def of_model(
             shape = shape_of(param)
             if len(shape) < 2 or not param.requires_grad:
                 continue
-            if param in of_experts:
+            if param in expert_adapters:
                 layout: MatrixLayout | LeftOut = LeftOut("adapters of several experts")
-            elif param in of_routers:
+            elif param in routers:
                 layout = LeftOut("router")
             else:
                 layout = _of_parameter(module, leaf, shape)

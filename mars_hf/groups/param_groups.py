@@ -328,6 +328,7 @@ def split_by_role(group: Mapping[str, Any], defaults: Mapping[str, Any]) -> list
         one_role = {**without_1d, "params": parts[role], "role": role}
         if not update_rule({**settings, **one_role}).corrects:
             one_role |= _adamw_settings(role, group, defaults)
+        # The decay of vectors is in weight_decay by now.
         check_decoupled_decay({**defaults, "weight_decay_1d": None, **one_role})
         split.append(one_role)
     return split

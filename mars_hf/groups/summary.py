@@ -73,7 +73,7 @@ def _lines_below(param_groups: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def names_of_fused(param_groups: Iterable[Mapping[str, Any]]) -> Counter[str]:
-    """Return the names of projections in one tensor that are orthogonalized whole, and how many each, as below."""
+    """Count the projections in one tensor that are orthogonalized whole, by name with `*` for the numbers of layers."""
     names: Counter[str] = Counter()
     for group in param_groups:
         is_whole = group["layout"] is None or group["layout"]["parts"] is None

@@ -87,8 +87,8 @@ class LastGradientCallback(TrainerCallback):
         has_mars = isinstance(guard.unwrap_optimizer(optimizer), Mars)
         if self.required or has_mars or _asks_for_mars(args, self.trainer):
             self._mars = guard.require_mars(optimizer, self.optimizer)
-            self._has_seen_loss = False
-            self._check_run(args, self._mars, optimizer, kwargs["model"])
+            self._begin_with(kwargs["model"])
+            self._check_run(args, self._mars, optimizer)
             guard.require_scheduler(kwargs.get("lr_scheduler"), self._mars)
             _share_work_of_ranks(self._mars)
             self.restore_weights(self.resumes_from)
@@ -118,11 +118,15 @@ class LastGradientCallback(TrainerCallback):
         if converted_weights.restore(self.trainer.model, folder) and self.trainer.is_world_process_zero():
             log.info(f"loaded weights of {folder} that transformers saves under other names; none is missing")
 
-    def _check_run(self, args: TrainingArguments, mars: Mars, optimizer: Any, model: Any) -> None:
-        """Raise RuntimeError if MARS would not train the model as it was asked to."""
+    def _begin_with(self, model: Any) -> None:
+        """Note the model of the run that begins, and forget what was seen of another."""
         self._model = model
         self._adapted = [layer for layer in model.modules() if _is_adapted(layer)]
         self._active = None
+        self._has_seen_loss = False
+
+    def _check_run(self, args: TrainingArguments, mars: Mars, optimizer: Any) -> None:
+        """Raise RuntimeError if MARS would not train the model as it was asked to."""
         guard.require_scaled_losses(optimizer)
         guard.require_supplied_gradients(mars)
         guard.require_one_gradient(mars, args)

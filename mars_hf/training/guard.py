@@ -145,17 +145,18 @@ def follow_checkpoint(state: TrainerState, optimizer: Any) -> str | None:
         RuntimeError: MARS saved the checkpoint, and another optimizer has loaded it.
     """
     states: Any = state.stateful_callbacks  # a dict, whatever its annotation says
-    mars = unwrap_optimizer(optimizer)
+    inner = unwrap_optimizer(optimizer)
     saved = states.pop(_MARK, None)
-    resumes = saved is not None and mars.state  # else the checkpoint held weights only
-    if not isinstance(mars, Mars):
+    resumes = saved is not None and inner.state  # else the checkpoint held weights only
+    if not isinstance(inner, Mars):
         if not resumes:
             return None
         raise RuntimeError(
-            f"MARS saved the checkpoint of step {state.global_step}, and {type(mars).__name__} would resume it with "
+            f"MARS saved the checkpoint of step {state.global_step}, and {type(inner).__name__} would resume it with "
             f"MARS's settings; resume with optim={saved['mars_type'].replace('-', '_')!r} (after mars_hf.register()) "
             "or the optimizer that saved it, or load the checkpoint as the model, with from_pretrained"
         )
+    mars = inner
     settings = saved_settings.to_json(mars.created_with)
     changed = []
     if resumes and saved["create"] is not None and settings is not None:
@@ -181,12 +182,11 @@ def require_state_of(state: TrainerState, mars: Mars) -> str | None:
     Raises:
         RuntimeError: the states are of another step: the checkpoint mixes files of several.
     """
+    if state.global_step == 0:  # a new run
+        return None
     states: Any = state.stateful_callbacks
     saved = states[_MARK].get("steps")
     found = steps_of_first(mars)
-    is_resumed = state.global_step > 0
-    if not is_resumed:
-        return None
     if found is None:
         return (
             f"resuming at step {state.global_step} without states of the optimizer: the checkpoint has none that could "

@@ -143,10 +143,11 @@ class StalePass(TrainerCallback):
         """Run passes that do not count: models' buffers and the Trainer's attributes are unchanged afterwards."""
         attributes = vars(self._trainer)
         before = dict(attributes)
-        losses = [value for value in before.values() if isinstance(value, nn.Module) and value.training]
+        # Such as a loss with weights of its own.
+        in_training = [value for value in before.values() if isinstance(value, nn.Module) and value.training]
         gradient_state = self._trainer.accelerator.gradient_state
         sync_gradients = gradient_state.sync_gradients
-        with _buffers_kept(self._trainer.model_wrapped, *losses):
+        with _buffers_kept(self._trainer.model_wrapped, *in_training):
             attributes.update({name: _copied(before[name]) for name in before if name not in _NOT_COPIED})
             attributes["log"] = lambda *args, **kwargs: None  # once per batch, in the ordinary pass
             self.running = True
