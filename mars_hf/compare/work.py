@@ -138,12 +138,12 @@ class Work:
             self.report()
 
     def _estimate(self) -> str:
-        """Return runs and time of the comparison, from its first run."""
-        seconds = self.comparison.first.result["seconds"]
-        counts = sorted(set(count_runs(self.comparison.plan)))
+        """Return runs and time that are left, from the first run."""
+        seconds, done = self.comparison.first.result["seconds"], self.comparison.count_finished()
+        counts = sorted({max(1, count - done) for count in count_runs(self.comparison.plan)})
         times = [_time(seconds * count / self.jobs) for count in counts]
         return (
-            f"{' to '.join(map(str, counts))} runs of {seconds:.0f} s like the first: about {' to '.join(times)}. "
+            f"{' to '.join(map(str, counts))} more runs of {seconds:.0f} s like the first: about {' to '.join(times)}. "
             "Ctrl-C stops, the same command goes on; --max_runs, fewer arms or --search_seeds 42 shorten it"
         )
 
