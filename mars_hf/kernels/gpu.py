@@ -115,10 +115,8 @@ def update(
     keys = _to_device(rounding.seeds, device) if rounding.seeds else None
     betas = [[beta, math.log(beta) if beta else -math.inf] for beta in (options.beta1, options.beta2)]
     with torch.cuda.device_of(counts):
-        table, tiles = _table(
-            lists,
-            (options.k, options.blend, *betas[0], *betas[1], options.eps, options.weight_decay),
-        )
+        numbers = options.k, options.blend, *betas[0], *betas[1], options.eps, options.weight_decay
+        table, tiles = _table(lists, numbers)
         if tiles:
             gpu_device.update[(tiles,)](
                 table, len(params), counts, rate, options.grad_scale, options.factors, keys, **types,

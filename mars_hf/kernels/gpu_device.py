@@ -2,7 +2,7 @@
 
 A table of int64 words describes a call's tensors, so that one launch takes any number of them:
 
-    hyperparameters   `HEADER` words, the bits of float64 numbers (`numbers` in `gpu.py`)
+    hyperparameters   `HEADER` words, the bits of float64 numbers, in the order of the `*_WORD` numbers below
     rows              `count` words each, in the order of the `*_ROW` numbers below: where each tensor's tiles start in
                       the launch, its number of elements, whether all its addresses are multiples of 16 bytes, and one
                       row of addresses for each list of tensors
@@ -23,6 +23,8 @@ import triton
 import triton.language as tl
 
 HEADER = tl.constexpr(8)
+K_WORD, BLEND_WORD, BETA1_WORD, LOG_BETA1_WORD = map(tl.constexpr, range(4))
+BETA2_WORD, LOG_BETA2_WORD, EPS_WORD, WEIGHT_DECAY_WORD = map(tl.constexpr, range(4, 8))
 STARTS_ROW, SIZES_ROW, ALIGNED_ROW = map(tl.constexpr, range(3))
 GRADIENTS_ROW, LAST_ROW, PARAMS_ROW, EXP_AVGS_ROW, EXP_AVG_SQS_ROW, LOST_ROW = map(tl.constexpr, range(3, 9))
 LAST_SCALES_ROW, EXP_AVG_SCALES_ROW, EXP_AVG_SQ_SCALES_ROW = map(tl.constexpr, range(9, 12))
@@ -34,7 +36,7 @@ BITS_OF_2 = tl.constexpr(0x40000000)
 @triton.jit
 def locate(table, count, tile, TILE: tl.constexpr):
     """Return the tensor of a tile, the tile's first element (int64) and its number of elements (int32)."""
-    tensor = count * 0
+    tensor = count * 0  # of count's type, which the loop keeps
     high = count
     while high - tensor > 1:  # the last one whose tiles start at this one or before
         middle = (tensor + high) // 2
@@ -52,8 +54,8 @@ def _word(table, count, row: tl.constexpr, tensor):
 
 
 @triton.jit
-def _number(table, i: tl.constexpr):
-    return tl.load(table + i).to(tl.float64, bitcast=True)
+def _number(table, word: tl.constexpr):
+    return tl.load(table + word).to(tl.float64, bitcast=True)
 
 
 @triton.jit
@@ -291,7 +293,7 @@ def partial_sums(
     gradient = _pointer(table, count, GRADIENTS_ROW, tensor, start, GRADIENT)
     last = _pointer(table, count, LAST_ROW, tensor, start, LAST)
     last_scales = _pointer(table, count, LAST_SCALES_ROW, tensor, start // CODED, LAST_SCALE)
-    k = _number(table, 0).to(COMPUTE)
+    k = _number(table, K_WORD).to(COMPUTE)
     scale = _multiplier(scale, 0, COMPUTE)
     whole = _whole_blocks(table, count, tensor, length, BLOCK)
     gg, gl, ll, cc = _block_sums(gradient, last, last_scales, 0, whole, scale, k, BLOCK, False, COMPUTE, VECTOR)
@@ -413,15 +415,15 @@ def update(
     exp_avg_sq_scales = _pointer(table, count, EXP_AVG_SQ_SCALES_ROW, tensor, block, EXP_AVG_SQ_SCALE)
     last_scales = _pointer(table, count, LAST_SCALES_ROW, tensor, block, LAST_SCALE)
 
-    k = _number(table, 0).to(COMPUTE)
-    blend = _number(table, 1).to(COMPUTE)
-    beta1 = _number(table, 2).to(COMPUTE)
-    weight1 = (1.0 - _number(table, 2)).to(COMPUTE)
-    beta2 = _number(table, 4).to(COMPUTE)
-    weight2 = (1.0 - _number(table, 4)).to(COMPUTE)
-    eps = _number(table, 6).to(COMPUTE)
+    k = _number(table, K_WORD).to(COMPUTE)
+    blend = _number(table, BLEND_WORD).to(COMPUTE)
+    beta1 = _number(table, BETA1_WORD).to(COMPUTE)
+    weight1 = (1.0 - _number(table, BETA1_WORD)).to(COMPUTE)
+    beta2 = _number(table, BETA2_WORD).to(COMPUTE)
+    weight2 = (1.0 - _number(table, BETA2_WORD)).to(COMPUTE)
+    eps = _number(table, EPS_WORD).to(COMPUTE)
     rate = tl.load(lr).to(tl.float64)
-    decay = (1.0 - rate * _number(table, 7)).to(COMPUTE)
+    decay = (1.0 - rate * _number(table, WEIGHT_DECAY_WORD)).to(COMPUTE)
     step_size = rate.to(COMPUTE)
     root2 = None
     step = tl.load(steps + tensor).to(tl.int32)
@@ -429,8 +431,8 @@ def update(
         # 1 - beta**t = 1 - exp(t log(beta)). In float64 its error is below 1e-16 (1 + t |log(beta)|), 1e-13 of a
         # correction as small as 1e-3; in float32 the cancellation at t = 1 would cost four of seven digits.
         t = tl.load(steps + tensor).to(tl.float64)
-        step_size = (rate / (1.0 - tl.exp(t * _number(table, 3)))).to(COMPUTE)
-        root2 = tl.sqrt(1.0 - tl.exp(t * _number(table, 5))).to(COMPUTE)
+        step_size = (rate / (1.0 - tl.exp(t * _number(table, LOG_BETA1_WORD)))).to(COMPUTE)
+        root2 = tl.sqrt(1.0 - tl.exp(t * _number(table, LOG_BETA2_WORD))).to(COMPUTE)
     scale = _multiplier(scale, 0, COMPUTE)
     factor = _multiplier(factors, tensor, COMPUTE)
     key = _noise_key(seeds, tensor, start, PARAM, TILE)
