@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> SFTTrainer:
         }
     else:
         print("A small GPT-2 with random weights trains on two CPU cores in about a minute.", flush=True)
-        context = training.max_length or 1024
+        context = (training.max_length or 1024) if script.dataset_name else 128  # the made-up chats are short
         model, tokenizer = small_model(data[script.dataset_train_split], context)
     trainer = SFTTrainer(
         model=model,

@@ -218,7 +218,7 @@ def test_settings_of_the_model_and_a_stream(base, data, tmp_path):
 
 
 def test_small_model_on_long_chats(tmp_path):
-    """Without a model the context is --max_length, and the split may have another name."""
+    """Without a model the context is that of --max_length, and the split may have another name."""
     text = {"text": " ".join(map(str, range(400)))}
     datasets.Dataset.from_list([text] * 20).to_json(tmp_path / "test.jsonl")
     argv = ["--dataset_name", tmp_path, "--dataset_train_split", "test", "--max_steps", "1", "--max_length", "200"]
