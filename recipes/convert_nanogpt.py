@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     if args.to_nanogpt and args.activation_function:
-        parser.error("--activation_function states what a ckpt.pt does not say; with --to_nanogpt the config says it")
+        raise ValueError("--activation_function is for reading a ckpt.pt; with --to_nanogpt the config states it")
     if args.to_nanogpt:
         to_nanogpt(args.source, args.output_dir)
     else:
