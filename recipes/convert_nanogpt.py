@@ -45,6 +45,8 @@ def main(argv: list[str] | None = None) -> None:
         help=f"of the model.py that wrote ckpt.pt; default: gelu_new if model_args has {SCALED}, else gelu",
     )
     args = parser.parse_args(argv)
+    if args.to_nanogpt and args.activation_function:
+        raise ValueError("--activation_function is for reading a ckpt.pt; with --to_nanogpt the config states it")
     if args.to_nanogpt:
         to_nanogpt(args.source, args.output_dir)
     else:

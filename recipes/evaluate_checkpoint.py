@@ -31,6 +31,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import HfArgumentParser
+from transformers.hf_argparser import HfArg
 
 # The paper's, in its order (tables 7 and 8).
 PAPER = ("arc_easy", "arc_challenge", "boolq", "hellaswag", "openbookqa", "piqa", "winogrande", "mmlu", "sciq")
@@ -40,27 +41,19 @@ PAPER = ("arc_easy", "arc_challenge", "boolq", "hellaswag", "openbookqa", "piqa"
 class Arguments:
     """What to evaluate, and on what."""
 
-    model: str = field(metadata={"help": "Folder with config.json and weights, or a name on the Hub."})
-    output_file: str = field(metadata={"help": "JSON file for the results; replaced if it exists."})
-    data_dir: str | None = field(default=None, metadata={"help": "Folder made by prepare_data.py."})
-    block_size: int | None = field(
-        default=None, metadata={"help": "Tokens of a block; left out: the model's context, 1,024 at most."}
-    )
-    max_eval_blocks: int | None = field(default=None, metadata={"help": "Only the first blocks of val.bin."})
+    model: str = HfArg(help="Folder with config.json and weights, or a name on the Hub.")
+    output_file: str = HfArg(help="JSON file for the results; replaced if it exists.")
+    data_dir: str | None = HfArg(default=None, help="Folder made by prepare_data.py.")
+    block_size: int | None = HfArg(default=None, help="Tokens of a block; left out: the context, 1,024 at most.")
+    max_eval_blocks: int | None = HfArg(default=None, help="Only the first blocks of val.bin.")
     tasks: list[str] = field(default_factory=list, metadata={"help": "Tasks of lm-evaluation-harness, or paper."})
-    num_fewshot: int | None = field(
-        default=None, metadata={"help": "Examples before each question; left out: the task's own number."}
-    )
-    limit: int | None = field(default=None, metadata={"help": "Only the first questions of each task, to try it out."})
-    include_path: str | None = field(
-        default=None, metadata={"help": "Folder with task files of yours; Python functions that they name are run."}
-    )
-    batch_size: int = field(default=8, metadata={"help": "Sequences per forward pass."})
-    dtype: Literal["float32", "bfloat16", "float16", "auto"] = field(
-        default="float32", metadata={"help": "Of the weights."}
-    )
-    bf16: bool = field(default=False, metadata={"help": "Compute in bfloat16 autocast, as runs with --bf16 true do."})
-    use_cpu: bool = field(default=False, metadata={"help": "Do not use a GPU."})
+    num_fewshot: int | None = HfArg(default=None, help="Examples before a question; left out: the task's own number.")
+    limit: int | None = HfArg(default=None, help="Only the first questions of each task, to try it out.")
+    include_path: str | None = HfArg(default=None, help="Folder with task files of yours; functions they name are run.")
+    batch_size: int = HfArg(default=8, help="Sequences per forward pass.")
+    dtype: Literal["float32", "bfloat16", "float16", "auto"] = HfArg(default="float32", help="Of the weights.")
+    bf16: bool = HfArg(default=False, help="Compute in bfloat16 autocast, as runs with --bf16 true do.")
+    use_cpu: bool = HfArg(default=False, help="Do not use a GPU.")
 
 
 @one_line_errors("evaluate_checkpoint.py")
@@ -68,6 +61,8 @@ def main(argv: list[str] | None = None) -> None:
     """Evaluate, write the results and print them; `argv` is the command line without the program's name."""
     (args,) = HfArgumentParser(Arguments).parse_args_into_dataclasses(argv)  # type: ignore[arg-type]
     output = Path(args.output_file)
+    if output.is_dir():
+        raise ValueError(f"--output_file {output} is a folder; name a file for the results")
     output.parent.mkdir(parents=True, exist_ok=True)
     accelerator = Accelerator(cpu=args.use_cpu)
     if args.tasks and accelerator.num_processes > 1:

@@ -15,7 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, DatasetDict, load_dataset
+from datasets import Dataset, DatasetDict, load_dataset, load_dataset_builder
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -46,11 +46,16 @@ class Arguments:
 
 def load_texts(args: Arguments) -> DatasetDict:
     """Return the documents; a .txt file is one of them."""
-    if args.dataset_name is None:
+    name, column = args.dataset_name, args.text_column
+    if name is None:
         paths = sorted(Path(os.__file__).parent.glob("[a-d]*.py"))
-        return DatasetDict(train=Dataset.from_dict({"text": [path.read_text(encoding="utf-8") for path in paths]}))
-    options = {"sample_by": "document"} if any(Path(args.dataset_name).glob("**/*.txt")) else {}
-    return load_dataset(args.dataset_name, args.dataset_config_name, **options)
+        return DatasetDict(train=Dataset.from_dict({column: [path.read_text(encoding="utf-8") for path in paths]}))
+    # Only the reader of .txt files has this option; a folder of .jsonl files may hold a LICENSE.txt, too.
+    is_txt = Path(name).is_dir() and hasattr(load_dataset_builder(name).config, "sample_by")
+    texts = load_dataset(name, args.dataset_config_name, **({"sample_by": "document"} if is_txt else {}))
+    if column not in texts.column_names.get("train", []):
+        raise SystemExit(f"--dataset_name {name} has no column {column!r} in a split 'train': {texts.column_names}")
+    return texts
 
 
 def load_model(args: Arguments, texts: DatasetDict) -> tuple[Any, Any]:
@@ -70,7 +75,8 @@ def cut(texts: DatasetDict, args: Arguments, tokenizer: Any) -> DatasetDict:
     """Return sequences of tokens, cut from the documents end to end; an end-of-text token follows each document."""
 
     def blocks(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        documents = tokenizer(rows[args.text_column], add_special_tokens=False)["input_ids"]
+        texts = [text or "" for text in rows[args.text_column]]  # an empty cell of a .csv file is None
+        documents = tokenizer(texts, add_special_tokens=False)["input_ids"]
         stream = list(chain.from_iterable([*ids, tokenizer.eos_token_id] for ids in documents))
         starts = range(0, len(stream) - args.block_size + 1, args.block_size)
         sequences = [stream[start : start + args.block_size] for start in starts]
@@ -78,7 +84,7 @@ def cut(texts: DatasetDict, args: Arguments, tokenizer: Any) -> DatasetDict:
         return {"input_ids": sequences, "labels": [[-100, *ids[1:]] for ids in sequences]}
 
     sequences = texts.map(blocks, batched=True, remove_columns=texts["train"].column_names, desc="tokenizing")
-    if {"validation", "test"} & sequences.keys():
+    if {"validation", "test"} & sequences.keys() or len(sequences["train"]) < 2:
         return sequences
     return sequences["train"].train_test_split(0.05, shuffle=False)
 
@@ -98,13 +104,20 @@ def main(argv: list[str] | None = None) -> Trainer:
 
     texts = load_texts(args)
     model, tokenizer = load_model(args, texts)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None) or args.block_size
+    if args.block_size > context:
+        raise SystemExit(f"--block_size {args.block_size} is more than the {context} tokens of the model's context")
     with training.main_process_first():  # the others read its cache
         sequences = cut(texts, args, tokenizer)
+    train, held_out = sequences["train"], sequences.get("validation", sequences.get("test", []))
+    if not len(train) or not len(held_out):
+        found = f"{len(train)} blocks of {args.block_size} tokens to train on, and {len(held_out)} held out"
+        raise SystemExit(f"the text fills {found}; give more text or a lower --block_size")
     trainer = Trainer(
         model=model,
         args=training,
-        train_dataset=sequences["train"],
-        eval_dataset=sequences["validation" if "validation" in sequences else "test"],
+        train_dataset=train,
+        eval_dataset=held_out,
         processing_class=tokenizer,
         data_collator=default_data_collator,
     )

@@ -55,6 +55,10 @@ def digits() -> DatasetDict:
 def load_images(args: Arguments) -> tuple[Dataset, Dataset]:
     """Return the images to train on, and those held out."""
     parts = load_dataset(args.dataset_name, args.dataset_config_name) if args.dataset_name else digits()
+    columns = parts["train"].features
+    if args.image_column_name not in columns or not isinstance(columns.get(args.label_column_name), ClassLabel):
+        needed = f"a column {args.image_column_name!r}, and {args.label_column_name!r} of type ClassLabel"
+        raise SystemExit(f"the data set needs {needed}; it has {dict(columns)}")
     if not {"validation", "test"} & parts.keys():
         parts = parts["train"].train_test_split(0.2, seed=0, stratify_by_column=args.label_column_name)
     return parts["train"], parts["validation" if "validation" in parts else "test"]

@@ -114,6 +114,8 @@ def _train(run: RunArguments, output: Path, prepare: Callable[[PretrainingTraine
             print_stopped(trainer, stopping.reason)
         trainer.accelerator.end_training()
         return
+    if trainer.state.global_step == 0:
+        raise ValueError("no step was made: --dataloader_drop_last true leaves no batch of so few tokens")
     if not any("eval_loss" in row and row["step"] == trainer.state.global_step for row in trainer.state.log_history):
         trainer.evaluate()
     loss = next(row["eval_loss"] for row in reversed(trainer.state.log_history) if "eval_loss" in row)

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset, DatasetDict, load_dataset
+from datasets import Dataset, DatasetDict, load_dataset, load_dataset_builder
 from transformers import (
     AutoTokenizer,
     GPT2Config,
@@ -42,7 +42,7 @@ class Arguments:
     dataset_name: str | None = HfArg(default=None, help="Hub, or a folder of .txt, .jsonl, .csv or .parquet files.")
     dataset_config_name: str | None = HfArg(default=None, help="Configuration of a data set on the Hub.")
     text_column: str = HfArg(default="text", help="Column with the documents.")
-    tokenizer_name: str = HfArg(default="openai-community/gpt2", help="Hub, or a folder.")
+    tokenizer_name: str = HfArg(default="openai-community/gpt2", help="Tokenizer of --dataset_name: Hub, or a folder.")
     data_dir: str | None = HfArg(default=None, help="Folder with train.bin and val.bin, in place of --dataset_name.")
     n_layer: int = HfArg(default=12, help="Blocks of the model.")
     n_head: int = HfArg(default=12, help="Attention heads of a block.")
@@ -56,6 +56,8 @@ class TokenFile(torch.utils.data.Dataset):
 
     def __init__(self, path: Path, block_size: int) -> None:
         """Map the file into memory."""
+        if not path.is_file() or not path.stat().st_size:
+            raise SystemExit(f"--data_dir: {path} is missing or empty")
         tokens = np.memmap(path, dtype="<u2", mode="r")
         self.blocks = tokens[: len(tokens) // block_size * block_size].reshape(-1, block_size)
 
@@ -70,25 +72,31 @@ class TokenFile(torch.utils.data.Dataset):
 
 def load_texts(args: Arguments) -> DatasetDict:
     """Return the documents; a .txt file is one of them."""
-    if args.dataset_name is None:
+    name, column = args.dataset_name, args.text_column
+    if name is None:
         paths = sorted(Path(os.__file__).parent.glob("[a-d]*.py"))
-        return DatasetDict(train=Dataset.from_dict({"text": [path.read_text(encoding="utf-8") for path in paths]}))
-    options = {"sample_by": "document"} if any(Path(args.dataset_name).glob("**/*.txt")) else {}
-    return load_dataset(args.dataset_name, args.dataset_config_name, **options)
+        return DatasetDict(train=Dataset.from_dict({column: [path.read_text(encoding="utf-8") for path in paths]}))
+    # Only the reader of .txt files has this option; a folder of .jsonl files may hold a LICENSE.txt, too.
+    is_txt = Path(name).is_dir() and hasattr(load_dataset_builder(name).config, "sample_by")
+    texts = load_dataset(name, args.dataset_config_name, **({"sample_by": "document"} if is_txt else {}))
+    if column not in texts.column_names.get("train", []):
+        raise SystemExit(f"--dataset_name {name} has no column {column!r} in a split 'train': {texts.column_names}")
+    return texts
 
 
 def cut(texts: DatasetDict, args: Arguments, tokenizer: Any) -> DatasetDict:
     """Return sequences of tokens, cut from the documents end to end; an end-of-text token follows each document."""
 
     def blocks(rows: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        documents = tokenizer(rows[args.text_column], add_special_tokens=False)["input_ids"]
+        texts = [text or "" for text in rows[args.text_column]]  # an empty cell of a .csv file is None
+        documents = tokenizer(texts, add_special_tokens=False)["input_ids"]
         stream = list(chain.from_iterable([*ids, tokenizer.eos_token_id] for ids in documents))
         starts = range(0, len(stream) - args.block_size + 1, args.block_size)
         sequences = [stream[start : start + args.block_size] for start in starts]
         return {"input_ids": sequences, "labels": [[-100, *ids[1:]] for ids in sequences]}
 
     sequences = texts.map(blocks, batched=True, remove_columns=texts["train"].column_names, desc="tokenizing")
-    if "validation" in sequences:
+    if "validation" in sequences or len(sequences["train"]) < 2:
         return sequences
     train, held_out = sequences["train"].train_test_split(0.005, shuffle=False).values()
     return DatasetDict(train=train, validation=held_out)
@@ -103,6 +111,12 @@ def main(argv: list[str] | None = None) -> Trainer:
     parser.set_defaults(output_dir="pretrained", logging_steps=10)
     parser.set_defaults(ddp_find_unused_parameters=False)  # GPT-2 has none, and looking for them costs time
     args, training = parser.parse_args_into_dataclasses(argv)
+    if args.dataset_name and args.data_dir:
+        raise SystemExit("--dataset_name and --data_dir are two sources of data; give one of them")
+    if not args.dataset_name and not args.data_dir:
+        print("A small GPT-2 trains on two CPU cores in about two minutes.", flush=True)
+        parser.set_defaults(n_layer=2, n_head=4, n_embd=128, block_size=256, vocab_size=1024)
+        args, training = parser.parse_args_into_dataclasses(argv)
     set_seed(training.seed)
 
     tokenizer, end_of_text = None, 50256 if args.vocab_size > 50256 else None  # of GPT-2's tokens
@@ -113,12 +127,15 @@ def main(argv: list[str] | None = None) -> Trainer:
         if args.dataset_name:
             tokenizer = AutoTokenizer.from_pretrained(args.tokenizer_name, trust_remote_code=False)
         else:
-            print("A small GPT-2 trains on two CPU cores in about two minutes.", flush=True)
-            args.n_layer, args.n_head, args.n_embd, args.block_size, args.vocab_size = 2, 4, 128, 256, 1024
-            tokenizer = GPT2Tokenizer().train_new_from_iterator(texts["train"]["text"], args.vocab_size)
+            tokenizer = GPT2Tokenizer().train_new_from_iterator(texts["train"][args.text_column], args.vocab_size)
+        if len(tokenizer) > args.vocab_size:
+            raise SystemExit(f"--vocab_size {args.vocab_size} is less than the tokenizer's {len(tokenizer)} tokens")
         with training.main_process_first():  # the others read its cache
             sequences = cut(texts, args, tokenizer)
-        train, held_out, end_of_text = sequences["train"], sequences["validation"], tokenizer.eos_token_id
+        train, held_out, end_of_text = sequences["train"], sequences.get("validation", []), tokenizer.eos_token_id
+    if not len(train) or not len(held_out):
+        found = f"{len(train)} blocks of {args.block_size} tokens to train on, and {len(held_out)} held out"
+        raise SystemExit(f"the data fill {found}; give more of them or a lower --block_size")
     ends = {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
     config = GPT2Config(vocab_size=args.vocab_size, n_positions=args.block_size, **ends)
     config.n_layer, config.n_head, config.n_embd = args.n_layer, args.n_head, args.n_embd

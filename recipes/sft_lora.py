@@ -50,12 +50,12 @@ def chats() -> DatasetDict:
     return DatasetDict(train=Dataset.from_list(rows[4:] * 60), test=Dataset.from_list(rows[:4]))
 
 
-def small_model(data: DatasetDict) -> tuple[Any, Any]:
-    """Return a small model with random weights, and its tokenizer."""
-    tokenizer = GPT2Tokenizer().train_new_from_iterator(map(str, data["train"]), vocab_size=512)
+def small_model(rows: Dataset, context: int) -> tuple[Any, Any]:
+    """Return a small model with random weights and a context of so many tokens, and its tokenizer."""
+    tokenizer = GPT2Tokenizer().train_new_from_iterator(map(str, rows), vocab_size=512)
     tokenizer.pad_token, tokenizer.chat_template = tokenizer.eos_token, CHAT_TEMPLATE
     end = tokenizer.eos_token_id
-    config = GPT2Config(vocab_size=len(tokenizer), n_positions=128, bos_token_id=end, eos_token_id=end)
+    config = GPT2Config(vocab_size=len(tokenizer), n_positions=context, bos_token_id=end, eos_token_id=end)
     config.n_layer, config.n_head, config.n_embd = 2, 4, 128
     config.initializer_range = 0.1  # random weights large enough for LoRA to build on
     return GPT2LMHeadModel(config), tokenizer
@@ -76,8 +76,13 @@ def main(argv: list[str] | None = None) -> SFTTrainer:
         training.learning_rate = 2e-4 if model_args.model_name_or_path else 5e-3
     set_seed(training.seed)
 
-    data = load_dataset(script.dataset_name, script.dataset_config) if script.dataset_name else chats()
-    if script.dataset_test_split not in data:
+    data = chats()
+    if script.dataset_name:
+        data = load_dataset(script.dataset_name, script.dataset_config, streaming=script.dataset_streaming)
+    missing = {script.dataset_train_split, script.dataset_test_split} - data.keys()
+    if script.dataset_train_split in missing or (missing and script.dataset_streaming):
+        raise SystemExit(f"the data set lacks the split {' and '.join(missing)}; it has {', '.join(data)}")
+    if missing:  # hold rows out
         data = data[script.dataset_train_split].train_test_split(0.05, seed=0)
         script.dataset_train_split, script.dataset_test_split = data
     tokenizer = None  # the model's
@@ -88,10 +93,12 @@ def main(argv: list[str] | None = None) -> SFTTrainer:
             "attn_implementation": model_args.attn_implementation,
             "dtype": model_args.dtype,
             "quantization_config": get_quantization_config(model_args),
+            **(training.model_init_kwargs or {}),
         }
     else:
         print("A small GPT-2 with random weights trains on two CPU cores in about a minute.", flush=True)
-        model, tokenizer = small_model(data)
+        context = (training.max_length or 1024) if script.dataset_name else 128  # the made-up chats are short
+        model, tokenizer = small_model(data[script.dataset_train_split], context)
     trainer = SFTTrainer(
         model=model,
         args=training,

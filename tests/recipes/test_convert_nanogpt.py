@@ -179,6 +179,8 @@ def test_nothing_is_overwritten_or_left_half_done(tmp_path, capsys, monkeypatch)
     assert "exists already" in refused(capsys, path, tmp_path / "folder")
     assert "exists already" in refused(capsys, tmp_path / "folder", tmp_path, "--to_nanogpt")
     assert "no such file" in refused(capsys, tmp_path / "none.pt", tmp_path / "out")
+    argv = [tmp_path / "folder", tmp_path / "out", "--to_nanogpt", "--activation_function", "gelu"]
+    assert "--activation_function is for reading a ckpt.pt" in refused(capsys, *argv)
     fails = mock.Mock(side_effect=OSError(28, "No space left on device"))
     monkeypatch.setattr(GPT2LMHeadModel, "save_pretrained", fails)
     assert "No space left" in refused(capsys, path, tmp_path / "out")

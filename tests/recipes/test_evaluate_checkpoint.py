@@ -212,6 +212,8 @@ def test_models_that_cannot_be_evaluated(tmp_path, unigram, held_out, monkeypatc
     ):
         with refused(words):
             evaluated(tmp_path / "f.json", "--model", model, *argv)
+    with refused("is a folder; name a file for the results"):
+        evaluated(tmp_path, "--model", unigram, *data)
     assert not (tmp_path / "f.json").exists()
     padded = evaluated(tmp_path / "f.json", *data, "--model", save(tmp_path / "padded", small(vocabulary=16)))
     assert padded["loss"] == pytest.approx(math.log(16), rel=0.2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import shutil
 import sys
 from pathlib import Path
@@ -119,6 +120,40 @@ def test_text_files(base, data, tmp_path):
     assert all(group["initial_lr"] == pytest.approx(rate) for group in matrix_groups(trainer))
 
 
+def test_jsonl_beside_a_licence(base, data, tmp_path):
+    """The reader is that of most files; an empty cell is an empty document."""
+    shutil.copytree(data / "body", tmp_path / "data")
+    (tmp_path / "data" / "LICENSE.txt").write_text("free")
+    with open(tmp_path / "data" / "train.jsonl", "a") as file:
+        file.write('{"body": null, "other": 1}\n')
+    for recipe in (finetune_lm, pretrain_minimal):
+        args = recipe.Arguments(dataset_name=str(tmp_path / "data"), text_column="body", block_size=16)
+        texts = recipe.load_texts(args)
+        assert len(texts["train"]) == 201
+        assert recipe.cut(texts, args, AutoTokenizer.from_pretrained(base)).keys() > {"train"}
+
+
+def test_data_that_cannot_train(base, data, tmp_path):
+    """One line says what to change, before training."""
+    (tmp_path / "short.jsonl").write_text('{"body": "def"}\n')
+    body, short = ["--dataset_name", data / "body"], ["--dataset_name", tmp_path, "--text_column", "body"]
+    one_image = data / "images" / "dark"
+    for recipe, argv, line in (
+        (finetune_lm, body, "no column 'text' in a split 'train': {'train': \\['body', 'other'\\]}"),
+        (finetune_lm, short, "0 blocks of 64 tokens to train on, and 0 held out; give more text or a lower --block"),
+        (
+            finetune_lm,
+            [*short, "--block_size", 65],
+            "--block_size 65 is more than the 64 tokens of the model's context",
+        ),
+        (sft_lora, [*body, "--dataset_train_split", "one"], "lacks the split one; it has train|one and test"),
+        (sft_lora, [*body, "--dataset_streaming", "true"], "lacks the split test; it has train"),
+        (finetune_vit, ["--dataset_name", one_image], "needs a column 'image', and 'label' of type ClassLabel"),
+    ):
+        with pytest.raises(SystemExit, match=line):
+            tune(base, tmp_path / "run", *argv, recipe=recipe)
+
+
 def test_documents_are_cut_into_blocks(base):
     tokenizer = AutoTokenizer.from_pretrained(base)
     texts = ["def one():\n    return 1\n", "x", "", "class Two:\n    pass  # nothing\n"]
@@ -169,6 +204,26 @@ def test_chats_train_all_weights(base, data, tmp_path):
     trainer = tune(base, tmp_path / "run", *argv, recipe=sft_lora)
     assert all(param.requires_grad for param in trainer.model.parameters())
     assert trainer.model.dtype == torch.float32 and trainer.args.learning_rate == 2e-4
+
+
+def test_settings_of_the_model_and_a_stream(base, data, tmp_path):
+    """--model_init_kwargs adds to what ModelConfig gives; a stream needs a split to evaluate on."""
+    shutil.copy(data / "chats" / "train.jsonl", tmp_path / "train.jsonl")
+    shutil.copy(data / "chats" / "train.jsonl", tmp_path / "test.jsonl")
+    argv = ["--dataset_name", tmp_path, "--dataset_streaming", "true", "--max_steps", "1"]
+    argv += ["--model_init_kwargs", '{"attn_implementation": "eager"}']
+    trainer = tune(base, tmp_path / "run", *argv, recipe=sft_lora)
+    assert trainer.model.config._attn_implementation == "eager"
+    assert isinstance(trainer.train_dataset, datasets.IterableDataset)
+
+
+def test_small_model_on_long_chats(tmp_path):
+    """Without a model the context is that of --max_length, and the split may have another name."""
+    text = {"text": " ".join(map(str, range(400)))}
+    datasets.Dataset.from_list([text] * 20).to_json(tmp_path / "test.jsonl")
+    argv = ["--dataset_name", tmp_path, "--dataset_train_split", "test", "--max_steps", "1", "--max_length", "200"]
+    trainer = sft_lora.main([*FEW, *map(str, argv), "--output_dir", str(tmp_path / "run")])
+    assert trainer.model.config.n_positions == 200 and math.isfinite(losses(trainer)[1])
 
 
 def test_images_of_a_folder_and_another_head(data, tmp_path):

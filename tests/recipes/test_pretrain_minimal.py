@@ -109,6 +109,30 @@ def test_blocks_cover_the_file(tokens):
     assert data[1]["labels"].tolist() == [-100, *file[BLOCK + 1 : 2 * BLOCK].tolist()]
 
 
+def test_flags_count_without_data(tmp_path):
+    trainer = pretrain_minimal.main([*TINY, "--vocab_size", "300", "--max_steps", "1", "--output_dir", str(tmp_path)])
+    config = trainer.model.config
+    assert (config.n_layer, config.n_embd, config.n_positions, config.vocab_size) == (1, 16, BLOCK, 300)
+
+
+def test_data_that_cannot_train(tokens, texts, tmp_path):
+    """One line says what to change, before training."""
+    folder, tokenizer = texts
+    (tmp_path / "val.bin").touch()
+    (tmp_path / "train.bin").write_bytes((tokens / "train.bin").read_bytes())
+    for argv, line in (
+        (["--data_dir", tokens, "--dataset_name", folder], "are two sources of data"),
+        (["--data_dir", tmp_path], "val.bin is missing or empty"),
+        (
+            ["--data_dir", tokens, "--block_size", 200],
+            "the data fill 3 blocks of 200 tokens to train on, and 0 held out",
+        ),
+        (["--dataset_name", folder, "--tokenizer_name", tokenizer], "--vocab_size 64 is less than the tokenizer's"),
+    ):
+        with pytest.raises(SystemExit, match=line):
+            pretrain_minimal.main([*TINY, *map(str, argv), "--output_dir", str(tmp_path / "run")])
+
+
 @pytest.mark.slow
 @pytest.mark.multiprocess
 def test_two_processes_give_the_weights_of_one(tokens, tmp_path):

@@ -36,7 +36,7 @@ class ModelArguments:
     n_inner: int | None = _option(None, "Width of the MLP; left out: 4 n_embd.")
     block_size: int = _option(1024, "Tokens in a sequence.")
     vocab_size: int | None = _option(None, "Rows of the embedding; left out: the tokenizer's. The paper pads to 50304.")
-    activation_function: str = _option("gelu_new", "Of gpt2: gelu_new (tanh approximation) or gelu (exact).")
+    activation_function: Literal["gelu_new", "gelu"] = _option("gelu_new", "Of gpt2: gelu_new (tanh) or gelu (exact).")
     bias: bool = _option(True, "Of gpt2; false: every bias is zero and frozen, as in the paper.")
     scale_attn_by_inverse_layer_idx: bool = _option(
         False, "Of gpt2: divide attention scores by the number of the block, as the paper."

@@ -21,8 +21,10 @@ def build(arguments: ModelArguments, vocab_size: int, end_of_text: int) -> PreTr
         end_of_text: id of the end-of-text token.
 
     Raises:
-        ValueError: the vocabulary does not fit.
+        ValueError: the vocabulary does not fit, or heads do not share keys evenly.
     """
+    if arguments.n_head % (arguments.n_kv_head or arguments.n_head):
+        raise ValueError(f"n_head={arguments.n_head} is not a multiple of n_kv_head={arguments.n_kv_head}")
     if arguments.vocab_size is not None and arguments.vocab_size < vocab_size:
         raise ValueError(
             f"vocab_size={arguments.vocab_size} is smaller than the tokenizer's {vocab_size}; remove the setting"
