@@ -59,7 +59,7 @@ class Arguments:
 @one_line_errors("evaluate_checkpoint.py")
 def main(argv: list[str] | None = None) -> None:
     """Evaluate, write the results and print them; `argv` is the command line without the program's name."""
-    (args,) = HfArgumentParser(Arguments).parse_args_into_dataclasses(argv)  # type: ignore[arg-type]
+    (args,) = HfArgumentParser(Arguments).parse_args_into_dataclasses(argv)
     output = Path(args.output_file)
     if output.is_dir():
         raise ValueError(f"--output_file {output} is a folder; name a file for the results")

@@ -115,7 +115,7 @@ def _train(run: RunArguments, output: Path, prepare: Callable[[PretrainingTraine
         trainer.accelerator.end_training()
         return
     if trainer.state.global_step == 0:
-        raise ValueError("no step was made: --dataloader_drop_last true leaves no batch of so few tokens")
+        raise ValueError("no step was made: no epochs, or fewer tokens than a batch and --dataloader_drop_last true")
     if not any("eval_loss" in row and row["step"] == trainer.state.global_step for row in trainer.state.log_history):
         trainer.evaluate()
     loss = next(row["eval_loss"] for row in reversed(trainer.state.log_history) if "eval_loss" in row)

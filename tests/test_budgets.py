@@ -39,7 +39,7 @@ COMPARE = "mars_hf/compare"
 ROOMS = {
     "mars_hf": (62, 14_840),
     COMPARE: (16, 2_280),
-    "recipes": (23, 2_850),
+    "recipes": (23, 2_860),
     "tests": (110, 28_720),
     "benchmarks": (14, 3_100),
 }

@@ -200,12 +200,14 @@ def test_push_to_hub(tokens, tmp_path, monkeypatch):
     ("words", "line"),
     [
         (["--attn_implementation", "flash_attention_2"], "[Ff]lash"),
-        (["--max_eval_blocks", "0"], "--block_size 32 is below 2, or --max_eval_blocks 0 below 1"),
+        (["--max_eval_blocks", "0"], "--max_eval_blocks 0 is below 1"),
         (["--block_size", "0"], "--block_size 0 is below 2"),
         (["--model_type", "llama", "--n_kv_head", "3"], "n_head=2 is not a multiple of n_kv_head=3"),
+        (["--n_kv_head", "1"], "n_kv_head=1 does nothing in gpt2; remove it"),
+        (["--model_type", "llama", "--activation_function", "gelu"], "activation_function=gelu does nothing in llama"),
         (
             ["--dataloader_drop_last", "true", "--per_device_train_batch_size", "100000"],
-            "no step was made: --dataloader_drop_last true leaves no batch of so few tokens",
+            "no step was made: no epochs, or fewer tokens than a batch and --dataloader_drop_last true",
         ),
         (["--eps", "0", "--max_steps", "1"], "the held-out loss is nan; start again with a lower --learning_rate"),
     ],

@@ -139,8 +139,10 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
         Raises:
             ValueError: the split does not fill one block, or no token of a block has one before it.
         """
-        if block_size < 2 or (max_blocks is not None and max_blocks < 1):
-            raise ValueError(f"--block_size {block_size} is below 2, or --max_eval_blocks {max_blocks} below 1")
+        if block_size < 2:
+            raise ValueError(f"--block_size {block_size} is below 2: a block holds a token and the one after it")
+        if max_blocks is not None and max_blocks < 1:
+            raise ValueError(f"--max_eval_blocks {max_blocks} is below 1; leave it out for all blocks")
         self.tokens = np.memmap(Path(directory) / f"{split}.bin", dtype=DTYPE, mode="r")
         self.block_size = block_size
         blocks = len(self.tokens) // block_size

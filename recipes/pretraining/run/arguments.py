@@ -31,12 +31,14 @@ class ModelArguments:
     model_type: Literal["gpt2", "llama", "phi3"] = _option("gpt2", "phi3: a Llama that fuses its projections.")
     n_layer: int = _option(12, "Number of blocks.")
     n_head: int = _option(12, "Attention heads per block.")
-    n_kv_head: int | None = _option(None, "Key and value heads of llama and phi3; left out: n_head.")
+    n_kv_head: int | None = _option(None, "Of llama and phi3: heads of keys and values; left out: n_head.")
     n_embd: int = _option(768, "Width of the residual stream.")
     n_inner: int | None = _option(None, "Width of the MLP; left out: 4 n_embd.")
     block_size: int = _option(1024, "Tokens in a sequence.")
     vocab_size: int | None = _option(None, "Rows of the embedding; left out: the tokenizer's. The paper pads to 50304.")
-    activation_function: Literal["gelu_new", "gelu"] = _option("gelu_new", "Of gpt2: gelu_new (tanh) or gelu (exact).")
+    activation_function: Literal["gelu_new", "gelu_pytorch_tanh", "gelu"] = _option(
+        "gelu_new", "Of gpt2: gelu_new (tanh), gelu_pytorch_tanh (the same in one kernel) or gelu (exact)."
+    )
     bias: bool = _option(True, "Of gpt2; false: every bias is zero and frozen, as in the paper.")
     scale_attn_by_inverse_layer_idx: bool = _option(
         False, "Of gpt2: divide attention scores by the number of the block, as the paper."

@@ -21,8 +21,14 @@ def build(arguments: ModelArguments, vocab_size: int, end_of_text: int) -> PreTr
         end_of_text: id of the end-of-text token.
 
     Raises:
-        ValueError: the vocabulary does not fit, or heads do not share keys evenly.
+        ValueError: the vocabulary does not fit, heads do not share keys evenly, or a setting is of another kind of
+            model.
     """
+    is_gpt2 = arguments.model_type == "gpt2"
+    of_others = ("n_kv_head",) if is_gpt2 else ("activation_function", "scale_attn_by_inverse_layer_idx")
+    for name in of_others:
+        if getattr(arguments, name) != getattr(ModelArguments(), name):
+            raise ValueError(f"{name}={getattr(arguments, name)} does nothing in {arguments.model_type}; remove it")
     if arguments.n_head % (arguments.n_kv_head or arguments.n_head):
         raise ValueError(f"n_head={arguments.n_head} is not a multiple of n_kv_head={arguments.n_kv_head}")
     if arguments.vocab_size is not None and arguments.vocab_size < vocab_size:
@@ -35,7 +41,7 @@ def build(arguments: ModelArguments, vocab_size: int, end_of_text: int) -> PreTr
         "eos_token_id": end_of_text,
     }
     config: Any
-    if arguments.model_type == "gpt2":
+    if is_gpt2:
         config = GPT2Config(
             **shared,
             n_positions=arguments.block_size,
