@@ -85,7 +85,7 @@ class Recorder(TrainerCallback):
         self.write(True)
 
     def _check_optimizer(self, optimizer: Any, args: Any) -> None:
-        """Raise Refused if the script made an optimizer that is not the arm's, or one that ignores the arm's settings."""
+        """Raise Refused if the script made an optimizer that is not the arm's, or ignores the arm's settings."""
         asked = self.order.arm.get("optim")
         if asked is None:
             return
