@@ -51,6 +51,7 @@ class Child:
             "seconds": 0.0,
             "order": order.what_trains(),
             "notes": [],
+            "own_rate": None,  # the script's own learning rate, where the arm has another
             "training": self.training,
         }
         self.recorder: Recorder | None = None  # of the Trainer that trains
@@ -65,6 +66,11 @@ class Child:
 
     # --- what the script does -----------------------------------------------------------------------------------------
 
+    def see_rate(self, args: TrainingArguments) -> None:
+        """Remember the script's own learning rate, before the arm's takes its place."""
+        if args.learning_rate != self.order.arm.get("learning_rate", args.learning_rate):
+            self.result["own_rate"] = self.order.shared.get("learning_rate", args.learning_rate)
+
     def before_trainer(self, given: dict[str, Any]) -> None:
         """Look at what a Trainer is made of: its optimizer must be the arm's, and it should evaluate."""
         args, (optimizer, *_) = given.get("args"), given.get("optimizers") or (None,)
@@ -74,6 +80,7 @@ class Child:
                 "other can be compared there; leave optimizers=... out of the script"
             )
         if args is not None:
+            self.see_rate(args)
             for line in self.order.apply_again(args):
                 self.note(line)
             if given.get("eval_dataset") is not None:
@@ -188,8 +195,10 @@ def install(child: Child) -> None:
     @child.refusing()
     @functools.wraps(post_init)
     def checked_arguments(self: Any, *args: Any, **kwargs: Any) -> None:
+        child.see_rate(self)
         child.order.apply(self)
         post_init(self, *args, **kwargs)
+        child.order.remember(self)
 
     @child.refusing()
     @functools.wraps(init)

@@ -49,7 +49,10 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: list[str]) -> int:
     """Run what is missing, then report; return the exit code."""
     own, rest = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
-    options = parser().parse_args(own)
+    found = parser()
+    options, unknown = found.parse_known_args(own)
+    if unknown:
+        found.error(f"unknown arguments: {shlex.join(unknown)}; the script's own come after --")
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         print(
@@ -76,6 +79,8 @@ def _compare(options: argparse.Namespace, arguments: list[str]) -> int:
     from mars_hf.compare.work import Work
 
     plan = _plan(options)
+    if options.greater_is_better and options.metric is None:
+        raise ValueError("--greater_is_better is of --metric; give both")
     if not options.module and not os.path.isfile(options.script):
         raise ValueError(f"no such script: {options.script!r} (give a path, or -m MODULE)")
     jobs = max(1, len(options.gpus)) if options.jobs is None else options.jobs
@@ -113,7 +118,9 @@ def _plan(options: argparse.Namespace) -> Plan:
     """
     from mars_hf.compare.plan import Arm, Plan, setting
 
-    plan = Plan.of_file(options.plan) if options.plan else Plan([Arm.of_text(text) for text in options.optim])
+    if options.plan and options.optim:
+        raise ValueError("--plan and --optim both say what is compared; give one of them")
+    plan = Plan.of_file(options.plan) if options.plan else Plan(list(map(Arm.of_text, options.optim or _ARMS)))
     if options.seeds is not None:
         plan.seeds = tuple(range(1, options.seeds + 1))
     if options.search_seeds is not None:
@@ -139,9 +146,10 @@ def parser() -> argparse.ArgumentParser:
 
     add = found.add_argument_group("what is compared").add_argument
     about = "names of --optim, with settings after a colon: mars_m:clip_threshold=none; `script` trains what the script"
-    add("--optim", nargs="+", default=_ARMS, metavar="ARM", help=f"{about} trains; the first is the baseline")
+    add("--optim", nargs="+", action="extend", metavar="ARM", help=f"{about} trains; the first is the baseline")
     add("--plan", metavar="FILE", help="YAML with arms and more, in place of --optim; see docs/compare.md")
-    add("--set", nargs="+", default=[], metavar="NAME=VALUE", help="TrainingArguments of all runs: max_steps=200")
+    about = "TrainingArguments of all runs: max_steps=200"
+    add("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=about)
     about = "of the evaluations; default: the script's metric_for_best_model, or eval_loss; loss: that of training"
     add("--metric", metavar="NAME", help=about)
     add("--greater_is_better", action="store_true", help="of --metric")
@@ -157,6 +165,7 @@ def parser() -> argparse.ArgumentParser:
     add = found.add_argument_group("how it runs").add_argument
     add("--launcher", default="", metavar="WORDS", help="what starts a module: 'accelerate launch -m'")
     add("--jobs", type=int, metavar="COUNT", help="runs at a time; default: one, or one for each of --gpus")
-    add("--gpus", nargs="+", default=[], metavar="IDS", help="CUDA_VISIBLE_DEVICES of each job; 0,1 gives a job two")
+    about = "CUDA_VISIBLE_DEVICES of each job; 0,1 gives a job two"
+    add("--gpus", nargs="+", action="extend", default=[], metavar="IDS", help=about)
     add("--dry_run", action="store_true", help="print the commands that can run now, for a cluster, and run nothing")
     return found

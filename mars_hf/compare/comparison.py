@@ -92,7 +92,7 @@ class Comparison:
             if not self.first.is_finished:
                 return
             result, training = self.first.result, self.first.result["training"]
-            self.script = self.script or Script.of_training(training)
+            self.script = self.script or Script.of_training(training, result.get("own_rate"))
             if result["state"] == "complete":
                 self.metric, line = find_metric(training, self.asked_metric, self.greater_is_better)
                 about = (
@@ -150,10 +150,13 @@ class Comparison:
         own = math.nan if self.script is None else self.script.learning_rate
         rate = of_arm.get("learning_rate", own)
         others = [rounded(first * 2.0**power) for first, power in zip(arm.first[1:], place[1:], strict=False)]
-        flags = {**self.plan.arguments, **arm.arguments, **dict(zip(self.plan.rates[1:], others, strict=False))}
+        given = {word.partition("=")[0] for word in self.template.arguments}  # they override those of the plan
+        flags = {name: value for name, value in self.plan.arguments.items() if f"--{name}" not in given}
+        flags |= {**arm.arguments, **dict(zip(self.plan.rates[1:], others, strict=False))}
         flags |= self.plan.further if seed in self.plan.seeds else {}
-        parts = {"rate": f"{rate:g}", "twice": f"{2 * rate:g}"}
-        flags = {name: value.format(**parts) if isinstance(value, str) else value for name, value in flags.items()}
+        for name, value in flags.items():
+            if isinstance(value, str):
+                flags[name] = value.replace("{rate}", f"{rate:g}").replace("{twice}", f"{2 * rate:g}")
         name = "-".join([f"{rate:g}" if "learning_rate" in of_arm else "own", *map(str, others)])
         # Arms whose names differ in punctuation have folders of their own.
         folder = self.output / "runs" / quote(arm.name, safe="=,") / f"rate-{name}-seed-{seed}"

@@ -60,8 +60,13 @@ def find_metric(training: Mapping[str, Any], asked: str | None, greater_is_bette
     how = "the best of each run, because of load_best_model_at_end" if best else "the last of each run"
     if asked == TRAINING_LOSS:
         return Metric(TRAINING_LOSS), "metric: the mean training loss of the last tenth of the steps, as asked for"
+    args = training["arguments"]
+    chosen = f"eval_{str(args.get('metric_for_best_model')).removeprefix('eval_')}"
+    if chosen in seen and asked in (None, chosen, chosen.removeprefix("eval_")):
+        line = f"metric: {chosen}, the script's metric_for_best_model, {how}"
+        return Metric(chosen, bool(args.get("greater_is_better")), best), line
     if asked is None:
-        return _of_script(training["arguments"], seen, best, how)
+        return _of_losses(seen, best, how)
     name = asked if asked in seen else f"eval_{asked}"
     if name not in seen:
         raise ValueError(f"--metric {asked}: the script's evaluations have {', '.join(seen) or 'nothing'}")
@@ -69,13 +74,9 @@ def find_metric(training: Mapping[str, Any], asked: str | None, greater_is_bette
     return Metric(name, greater_is_better, best), f"metric: {name}, {better} is better, {how}"
 
 
-def _of_script(args: Mapping[str, Any], seen: list[str], best: bool, how: str) -> tuple[Metric, str]:
-    """Return the metric that the script chooses its best model by, or a held-out loss, or the training loss."""
-    chosen = f"eval_{str(args.get('metric_for_best_model')).removeprefix('eval_')}"
+def _of_losses(seen: list[str], best: bool, how: str) -> tuple[Metric, str]:
+    """Return a held-out loss, or the training loss."""
     losses = sorted((key for key in seen if key.endswith("_loss")), key=lambda key: key != "eval_loss")
-    if chosen in seen:
-        line = f"metric: {chosen}, the script's metric_for_best_model, {how}"
-        return Metric(chosen, bool(args.get("greater_is_better")), best), line
     if losses:
         others = ", ".join([key for key in seen if key != losses[0]][:_SHOWN])
         return Metric(losses[0], best=best), f"metric: {losses[0]}, {how}" + (

@@ -9,18 +9,18 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from transformers.trainer_utils import IntervalStrategy
-from transformers.training_args import OptimizerNames, TrainingArguments
+from transformers.training_args import TrainingArguments
 
 from mars_hf.compare.files import plain
 
 VARIABLE = "MARS_HF_COMPARE"  # of the environment
 EVALUATIONS = 5  # in a training that has none
-_SILENT = ("output_dir", "push_to_hub", "save_strategy")  # of no interest on the page
+_SILENT = ("output_dir", "push_to_hub", "save_strategy", "report_to", "disable_tqdm")  # of no interest on the page
+_MADE = "made_by_comparison"  # attribute of TrainingArguments: the changed values, as their own checks have left them
 
 
 class Refused(ValueError):
@@ -62,28 +62,28 @@ class Order:
         for name, value in self._changes(args).items():
             setattr(args, name, value)
 
+    def remember(self, args: TrainingArguments) -> None:
+        """Remember the changed values as the checks of TrainingArguments have left them, such as an enum of a name."""
+        setattr(args, _MADE, {name: getattr(args, name) for name in self._changes(args)})
+
     def apply_again(self, args: TrainingArguments) -> list[str]:
         """Change what a script has set after it made its TrainingArguments, and return a line about each."""
         notes = []
-        for name, value in self._changes(args).items():
+        for name, value in getattr(args, _MADE, self._changes(args)).items():  # loaded ones have made no checks here
             there = getattr(args, name)
-            if str(plain(there)) == str(value) or name in ("report_to", "disable_tqdm"):
-                continue
-            if name not in _SILENT:
+            if there != value and name not in _SILENT:
                 said = f"the script set {name}={plain(there)!r} in its TrainingArguments afterwards"
-                notes.append(f"{said}; it was set to {value!r}")
-            if name == "optim":
-                value = OptimizerNames(value)
-            elif isinstance(there, Enum):
-                value = type(there)(value)
+                notes.append(f"{said}; it was set to {plain(value)!r}")
             setattr(args, name, value)
         return notes
 
     def _changes(self, args: TrainingArguments) -> dict[str, Any]:
+        asked = {**self.shared, **self.arm}
         # Checkpoints of many runs fill a disk.
-        saving = {"save_total_limit": 1} if args.load_best_model_at_end else {"save_strategy": "no"}
+        keeps_best = asked.get("load_best_model_at_end", args.load_best_model_at_end)
+        saving = {"save_total_limit": 1} if keeps_best else {"save_strategy": "no"}
         own = {"output_dir": str(Path(self.folder) / "output"), "report_to": "none", "push_to_hub": False}
-        found = {**own, "disable_tqdm": True, **saving, **self.shared, **self.arm}
+        found = {**own, "disable_tqdm": True, **saving, **asked}
         for name in found:
             if not hasattr(args, name):
                 raise Refused(f"--set {name}: {type(args).__name__}, the script's TrainingArguments, has no such field")

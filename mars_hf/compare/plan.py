@@ -19,6 +19,8 @@ from mars_hf.training.registry import register
 
 SCRIPT = "script"  # the arm that trains what the script trains
 SEARCH_SEEDS = (42, 43, 44)
+# Settings of MARS that TrainingArguments have, too, and their names there. If the two contradict, MARS refuses both.
+_ALSO_ARGUMENTS = {"weight_decay": "weight_decay", "beta1": "adam_beta1", "beta2": "adam_beta2"}
 
 
 @dataclass(frozen=True)
@@ -86,14 +88,12 @@ class Plan:
         """Read a YAML file: the fields of `Plan`, with arms as name to the fields of `Arm`."""
         try:
             sections = plain_yaml.read(Path(path).read_text(encoding="utf-8"))
-            _refuse_unknown(cls, sections, "")
+            _check_keys(cls, sections, "")
             for name, own in sections["arms"].items():
-                _refuse_unknown(Arm, own or {}, f"arm {name}: ")
+                _check_keys(Arm, own or {}, f"arm {name}: ")
             arms = [Arm(str(name), **(own or {})) for name, own in sections.pop("arms").items()]
             pairs = [(one, other) for one, other in sections.pop("pairs", [])]
-            plan = cls(arms, pairs=pairs, **sections)
-            plan.check()
-            return plan
+            return cls(arms, pairs=pairs, **sections)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path}: {error}; docs/compare.md has an example") from error
 
@@ -109,11 +109,12 @@ class Plan:
             self._check_arm(arm)
         if both := set(self.search_seeds) & set(self.seeds):
             raise ValueError(f"seed {min(both)} is one of the search and of the comparison; those must differ")
+        for name, seeds in (("seeds", self.seeds), ("search_seeds", self.search_seeds)):
+            if len(set(seeds)) < len(seeds):
+                raise ValueError(f"{name}: one of {', '.join(map(str, seeds))} is there twice; give each once")
         if not self.seeds:
             raise ValueError("--seeds: give one or more")
-        for name in ("seed", "data_seed", "output_dir"):
-            if name in self.set:
-                raise ValueError(f"--set {name}: the comparison sets it itself; see --seeds and --output_dir")
+        _check_set(self.set, "--set ")
 
     def _check_arm(self, arm: Arm) -> None:
         register()
@@ -122,6 +123,20 @@ class Plan:
             raise ValueError(f"arm {arm.name}: optim {optim!r}; accepted are {', '.join(accepted)}, and {SCRIPT} alone")
         if len(self.rates) > 1 and len(arm.first) != len(self.rates):
             raise ValueError(f"arm {arm.name}: give `first`, a rate for each of {', '.join(self.rates)}")
+        _check_set(arm.set, f"arm {arm.name}: ")
+        instead = {"learning_rate": "`first`", "optim_args": "each of its settings"}
+        if arm.rule is not None:
+            instead |= {theirs: f"MARS's setting {ours}" for ours, theirs in _ALSO_ARGUMENTS.items()}
+        for name in arm.set:
+            if name in instead:
+                raise ValueError(f"arm {arm.name}: the comparison sets {name} itself; give {instead[name]} instead")
+
+
+def _check_set(given: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError for TrainingArguments that differ from run to run."""
+    for name in ("seed", "data_seed", "output_dir"):
+        if name in given:
+            raise ValueError(f"{where}{name}: the comparison sets it itself; see --seeds and --output_dir")
 
 
 class Script(NamedTuple):
@@ -133,11 +148,12 @@ class Script(NamedTuple):
     width: int | None = None
 
     @classmethod
-    def of_training(cls, training: Mapping[str, Any]) -> Script:
-        """Read what a run recorded."""
+    def of_training(cls, training: Mapping[str, Any], own_rate: float | None = None) -> Script:
+        """Read what a run recorded; `own_rate` is the script's own rate if the run trained at another, else None."""
         args = training["arguments"]
         betas = args["adam_beta1"], args["adam_beta2"]
-        return cls(args["learning_rate"], betas, args["weight_decay"], training["width"])
+        rate = args["learning_rate"] if own_rate is None else own_rate
+        return cls(float(rate), betas, args["weight_decay"], training["width"])
 
 
 def arguments_of_arm(arm: Arm, plan: Plan, factor: float, script: Script | None, best: float | None) -> dict[str, Any]:
@@ -152,7 +168,9 @@ def arguments_of_arm(arm: Arm, plan: Plan, factor: float, script: Script | None,
     """
     changed = dict(arm.set)
     if "optim" in changed:  # a script's own optim_args are those of its own optimizer
-        changed.setdefault("optim_args", text_of_optim_args(arm.optim_args) or None)
+        changed["optim_args"] = text_of_optim_args(arm.optim_args) or None
+    if arm.rule is not None:
+        changed |= _as_arguments(arm.optim_args)
     if arm.rule is not None and script is not None and best is not None:
         return changed | _suggested(arm, plan, factor, script, best)
     if arm.first:
@@ -176,14 +194,13 @@ def _suggested(arm: Arm, plan: Plan, factor: float, script: Script, best: float)
     beta1, beta2 = map(rounded, found["betas"])
     settings = {"beta1": beta1, "beta2": beta2, "beta1_1d": script.betas[0], "beta2_1d": script.betas[1]}
     settings |= {"lr_1d": rounded(found["lr_1d"] * factor), **arm.optim_args}
-    # TrainingArguments that contradict optim_args would be refused.
-    return {
-        "learning_rate": rounded(found["lr"] * factor),
-        "weight_decay": settings.get("weight_decay", rounded(found["weight_decay"])),
-        "adam_beta1": settings["beta1"],
-        "adam_beta2": settings["beta2"],
-        "optim_args": text_of_optim_args(settings),
-    }
+    also = _as_arguments({"weight_decay": rounded(found["weight_decay"]), **settings})
+    return {"learning_rate": rounded(found["lr"] * factor), **also, "optim_args": text_of_optim_args(settings)}
+
+
+def _as_arguments(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of MARS's settings that TrainingArguments have, too, by their names there."""
+    return {theirs: settings[ours] for ours, theirs in _ALSO_ARGUMENTS.items() if ours in settings}
 
 
 def words(settings: Mapping[str, Any]) -> list[str]:
@@ -193,14 +210,14 @@ def words(settings: Mapping[str, Any]) -> list[str]:
 
 
 def setting(text: str) -> tuple[str, Any]:
-    """Return name and value of NAME=VALUE; numbers, true, false and null are read as such."""
+    """Return name and value of NAME=VALUE; JSON's numbers, words and sections are read as such, Python's words, too."""
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise ValueError(f"{text!r}: give NAME=VALUE")
     try:
         return name, json.loads(value)
     except ValueError:
-        return name, value
+        return name, {"True": True, "False": False, "None": None}.get(value, value)
 
 
 def rounded(number: float) -> float:
@@ -208,8 +225,13 @@ def rounded(number: float) -> float:
     return float(f"{number:.6g}")
 
 
-def _refuse_unknown(kind: Any, given: Mapping[str, Any], where: str) -> None:
-    known = [each.name for each in fields(kind) if each.name != "name"]
-    for name in given:
+def _check_keys(kind: type[Plan | Arm], given: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError for keys that are not fields of a class, and for values of another shape than the field's."""
+    known = {each.name: str(each.type) for each in fields(kind) if each.name != "name"}
+    for name, value in given.items():
         if name not in known:
             raise ValueError(f"{where}unknown {name!r}; accepted: {', '.join(known)}")
+        if known[name].startswith("Sequence") and not isinstance(value, list):
+            raise ValueError(f"{where}{name}: give a list, as in [{value}]")
+        if known[name].startswith("Mapping") and not isinstance(value, dict):
+            raise ValueError(f"{where}{name}: give a mapping, as in {{name: value}}")

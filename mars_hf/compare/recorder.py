@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import math
 import statistics
@@ -51,8 +52,9 @@ class Recorder(TrainerCallback):
         self._losses: list[Tensor] = []
         self._done = 0  # steps
         self._first_step_end = self._evaluating = 0.0
-        self._stop = NonFiniteLosses()
+        self._stop: NonFiniteLosses | None = None
         if not any(isinstance(callback, NonFiniteCallback) for callback in trainer.callback_handler.callbacks):
+            self._stop = NonFiniteLosses()
             trainer.add_callback(self._stop)
         trainer.add_callback(self)
 
@@ -83,7 +85,7 @@ class Recorder(TrainerCallback):
         self.write(True)
 
     def _check_optimizer(self, optimizer: Any, args: Any) -> None:
-        """Raise Refused if the script made an optimizer that is not the arm's."""
+        """Raise Refused if the script made an optimizer that is not the arm's, or ignores the arm's settings."""
         asked = self.order.arm.get("optim")
         if asked is None:
             return
@@ -92,7 +94,13 @@ class Recorder(TrainerCallback):
         elif self.trainer.is_deepspeed_enabled or self.trainer.is_fsdp_enabled:
             return  # their wrappers
         else:
-            kind, _ = Trainer.get_optimizer_cls_and_kwargs(args, self.trainer.model)  # type: ignore[arg-type]
+            model, without = self.trainer.model, copy.copy(args)
+            kind, settings = Trainer.get_optimizer_cls_and_kwargs(args, model)  # type: ignore[arg-type]
+            texts = (self.order.arm.get("optim_args") or "").split(",")
+            for text in filter(None, texts):
+                without.optim_args = ",".join(other for other in texts if other != text)
+                if Trainer.get_optimizer_cls_and_kwargs(without, model)[1] == settings:  # type: ignore[arg-type]
+                    raise Refused(f"{text} changes nothing in {asked}; correct its name, or leave it out")
             is_it = not isinstance(kind, type) or isinstance(optimizer, kind)
         if not is_it:
             raise Refused(
@@ -118,7 +126,8 @@ class Recorder(TrainerCallback):
 
     def add_loss(self, loss: Any) -> None:
         """Add a micro-batch's loss to its step's, which is their sum."""
-        self._stop.watch("loss", loss)
+        if self._stop is not None:
+            self._stop.watch("loss", loss)
         if isinstance(loss, Tensor):
             loss = loss.detach()
             self._step_loss = loss if self._step_loss is None else self._step_loss + loss

@@ -153,9 +153,11 @@ def _flat(order: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def spawn(command: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Start a process that prints into a log; a launcher's children get its signals, for they share its session."""
-    with log.open("ab") as file:
-        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment, start_new_session=True)
+    """Start a process that prints into a new log; a launcher's children get its signals, for they share its session."""
+    # Without an input: nobody would see the questions of a script, which would wait for ever.
+    with log.open("wb") as file, open(os.devnull) as empty:
+        out, error = file, subprocess.STDOUT
+        return subprocess.Popen(command, stdin=empty, stdout=out, stderr=error, env=environment, start_new_session=True)
 
 
 def stop(processes: list[subprocess.Popen[bytes]]) -> None:

@@ -17,7 +17,6 @@ from mars_hf.compare import page, runs
 from mars_hf.compare.comparison import Comparison
 from mars_hf.compare.plan import Plan
 from mars_hf.compare.runs import Run
-from mars_hf.compare.search import FINALISTS
 
 _POLL = 0.1  # seconds
 _REPORT_EVERY = 20.0  # a picture takes longer than a short run
@@ -154,9 +153,9 @@ def count_runs(plan: Plan) -> tuple[int, int]:
     if plan.grid:
         least = most = len(plan.grid) * len(plan.search_seeds)
     elif plan.search_seeds:
-        others = len(plan.search_seeds) - 1
-        least = 3 ** len(plan.rates) + FINALISTS * others
-        most = 6 ** len(plan.rates) + (FINALISTS + 1) * others
+        others, around = len(plan.search_seeds) - 1, 3 ** len(plan.rates)  # the best place and its neighbours
+        least = around + around * others
+        most = 6 ** len(plan.rates) + (around + 1) * others
     return len(plan.arms) * (least + len(plan.seeds)), len(plan.arms) * (most + len(plan.seeds))
 
 

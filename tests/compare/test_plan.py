@@ -12,7 +12,7 @@ from mars_hf.compare import command
 from mars_hf.compare.comparison import Comparison
 from mars_hf.compare.metric import Metric, find_metric
 from mars_hf.compare.order import Order
-from mars_hf.compare.plan import Arm, Plan, Script, arguments_of_arm, words
+from mars_hf.compare.plan import Arm, Plan, Script, arguments_of_arm, setting, words
 from mars_hf.compare.work import Work, count_runs
 from mars_hf.groups.settings import parse_optim_args
 from mars_hf.groups.suggest import suggest
@@ -50,6 +50,12 @@ def test_arms_of_text():
         (["--optim", "muon", "muon"], "give two or more different arms"),
         (["--set", "max_steps"], "'max_steps': give NAME=VALUE"),
         (["--set", "seed=3"], "--set seed: the comparison sets it itself"),
+        (["--set", "seed=3", "--set", "max_steps=3"], "--set seed: the comparison sets it itself"),
+        (["--optim", "sgd:seed=3", "muon"], "arm sgd:seed=3: seed: the comparison sets it itself"),
+        (["--optim", "sgd", "mars_m:adam_beta1=0.8"], "sets adam_beta1 itself; give MARS's setting beta1 instead"),
+        (["--optim", "sgd", "--plan", "plan.yaml"], "--plan and --optim both say what is compared"),
+        (["--search_seeds", "42", "42"], "search_seeds: one of 42, 42 is there twice"),
+        (["--greater_is_better"], "--greater_is_better is of --metric; give both"),
         (["--search_seeds", "42", "2"], "seed 2 is one of the search and of the comparison"),
         (["--seeds", "0"], "--seeds: give one or more"),
         (["--jobs", "0"], "--jobs: give 1 or more"),
@@ -62,6 +68,12 @@ def test_wrong_words_end_in_one_line(tmp_path, monkeypatch, capsys, words, messa
     assert command.main(["train.py", *words]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1 and not (tmp_path / "runs").exists()
+
+
+def test_arguments_of_the_script_come_after_two_dashes(capsys):
+    with pytest.raises(SystemExit):
+        command.main(["train.py", "--max_steps", "5"])
+    assert "unknown arguments: --max_steps 5; the script's own come after --" in capsys.readouterr().err
 
 
 def test_missing_packages_and_scripts(tmp_path, monkeypatch, capsys):
@@ -103,7 +115,10 @@ arguments: {block_size: 128}
         ("arms: {a: {sett: {}}}", "arm a: unknown 'sett'; accepted: set, optim_args"),
         ("arm: {}", "unknown 'arm'; accepted: arms"),
         ("about: nothing", "'arms'"),
-        ("arms: {a: {}, b: {}}\nseeds: 3", "'int' object is not iterable"),
+        ("arms: {a: {}, b: {}}\nseeds: 3", "seeds: give a list, as in [3]"),
+        ("arms: {a: {first: 1e-3}, b: {}}", "arm a: first: give a list, as in [0.001]"),
+        ("arms: {a: {}, b: {}}\nrates: learning_rate", "rates: give a list, as in [learning_rate]"),
+        ("arms: {a: {set: sgd}, b: {}}", "arm a: set: give a mapping"),
         ("arms: [", "plan.yaml: "),
     ]:
         path.write_text(text)
@@ -159,6 +174,32 @@ def test_best_rate_of_another_rule_is_not_adamws():
     assert found == pytest.approx(1e-4 * ratio, rel=1e-5) and ratio > 2
 
 
+def test_settings_of_mars_and_training_arguments_never_contradict():
+    """MARS refuses two values of one setting: a baseline's settings replace those of the script, too."""
+    both = plan("mars_adamw:weight_decay=0.3,beta1=0.8", "adamw_torch")
+    found = arguments_of_arm(both.baseline, both, 1, None, None)
+    assert (found["weight_decay"], found["adam_beta1"]) == (0.3, 0.8) and "adam_beta2" not in found
+    for name in ("learning_rate", "optim_args"):
+        with pytest.raises(ValueError, match=f"arm a: the comparison sets {name} itself"):
+            Plan([Arm("a", {name: 1}), Arm("b")]).check()
+    with pytest.raises(ValueError, match="arm a: the comparison sets weight_decay itself"):
+        Plan([Arm("a", {"optim": "muon", "weight_decay": 0.1}), Arm("b")]).check()
+
+
+def test_values_of_settings():
+    pairs = ["a=1e-3", "b=true", "c=False", "d=None", "e=no", 'f={"x": 1}']
+    assert [setting(pair)[1] for pair in pairs] == [1e-3, True, False, None, "no", {"x": 1}]
+
+
+def test_command_line_overrides_a_plan(tmp_path):
+    """As with --set; flags of an arm, which make it another than the others, stay. Braces are no trouble."""
+    arms = [Arm("a", arguments={"b": 1, "lr_1d": "{twice}", "c": '{"x": {rate}}'}, first=[0.01]), Arm("b")]
+    template = Order("train.py", arguments=["--steps=3", "--b", "2"])
+    run = Comparison(Plan(arms, arguments={"steps": 9, "size": 4}), template, tmp_path).first
+    words = ["--steps=3", "--b", "2", "--size", "4", "--b", "1", "--lr_1d", "0.02", "--c", '{"x": 0.01}']
+    assert run.order.arguments == words
+
+
 def test_words_of_a_command_line():
     settings = {"a": 0.1, "b": True, "c": {"x": 1}, "d": 1 / 3, "e": "text"}
     assert words(settings) == ["--a", "0.1", "--b", "true", "--c", '{"x": 1}', "--d", repr(1 / 3), "--e", "text"]
@@ -177,6 +218,7 @@ def test_metric_found_in_evaluations():
     own = training(seen, metric_for_best_model="f1", greater_is_better=True, load_best_model_at_end=True)
     assert find_metric(own, None, False)[0] == Metric("eval_f1", greater_is_better=True, best=True)
     assert find_metric(own, "b_loss", False)[0] == Metric("eval_b_loss", best=True)
+    assert find_metric(own, "f1", False)[0] == Metric("eval_f1", greater_is_better=True, best=True)
     only = training({"step": 5, "eval_f1": 0.5}, losses=[3.0, 2.0])
     metric, line = find_metric(only, None, False)
     assert metric.name == "loss" and "THE TRAINING LOSS, because its evaluations have no loss" in line
@@ -198,6 +240,7 @@ def test_script_read_from_its_first_run():
     arguments = {"learning_rate": 1e-3, "adam_beta1": 0.8, "adam_beta2": 0.9, "weight_decay": 0.2}
     row = {"arguments": arguments, "width": 32}
     assert Script.of_training(row) == Script(1e-3, (0.8, 0.9), 0.2, 32)
+    assert Script.of_training(row, 5e-5).learning_rate == 5e-5  # of a run at another rate than the script's
 
 
 def test_slots_share_a_machine(monkeypatch):
@@ -245,4 +288,6 @@ def test_comparison_of_a_new_folder_starts_with_the_baseline(tmp_path):
     assert run.order.shared == {"seed": 42, "data_seed": 42} and not run.order.with_mars
     assert run.command[1:] == ["-m", "mars_hf.compare.child", "train.py", "--a", "1"]
     assert count_runs(comparison.plan) == (4 * (3 + 6 + 3), 4 * (6 + 8 + 3))
+    pair = replace(comparison.plan, rates=("learning_rate", "lr_embeddings"))
+    assert count_runs(pair)[0] == 4 * (9 + 18 + 3)  # around the best of two rates are eight others
     assert Order(**json.loads(run.order.text())) == replace(run.order, launcher=[])

@@ -274,6 +274,40 @@ def test_failure_after_training_counts(tmp_path, capsys):
     assert "uploads nothing" in next(answer.folder.glob("runs/*/*/log.txt")).read_text()
 
 
+def test_settings_that_change_nothing(tmp_path, capsys):
+    """transformers ignores the name, and the arm would be compared with itself."""
+    path = script(tmp_path, PLAIN)
+    words = ["--no_search", "--seeds", "1", "--optim"]
+    answer = compare(capsys, path, *words, "adamw_torch:beta1=0.8", "adamw_torch")
+    assert answer.code == 2 and "beta1=0.8 changes nothing in adamw_torch; correct its name" in answer.error
+    answer = compare(capsys, path, *words, "sgd:momentum=0.9,nesterov=true", "sgd", folder="known")
+    assert answer.code == 0, answer.error
+
+
+def test_script_starts_at_its_own_rate(tmp_path, capsys):
+    """Also where the baseline, whose first run tells what the script has, starts at another."""
+    text = f"Trainer(Net(), arguments(optim='sgd', learning_rate=1.5), {DATA}).train()\n"
+    arms = ["--optim", "adamw_torch:learning_rate=0.04", "script", "--search_seeds", "42", "--seeds", "1"]
+    answer = compare(capsys, script(tmp_path, text), *arms, "--max_runs", "7")
+    assert answer.code == 0 and "the script's own learning rate is 1.5" in answer.page, answer.error
+    rates = {row["rate"] for row in answer.numbers["search"]["script"]}
+    assert len(rates) >= 3 and rates <= {1.5 * 2.0**power for power in range(-3, 4)}
+
+
+def test_arguments_that_check_themselves(tmp_path, capsys):
+    """They make other types of some values; --set is not undone by that, and --set load_best_model_at_end saves."""
+    path = script(tmp_path, PLAIN)
+    words = ['accelerator_config={"split_batches": true}', "load_best_model_at_end=true", "lr_scheduler_type=cosine"]
+    words += ["eval_strategy=steps", "eval_steps=2", "save_steps=2"]
+    answer = compare(capsys, path, *QUICK, "--set", *words)
+    assert answer.code == 0, answer.error
+    for one in answer.results():
+        args = one["training"]["arguments"]
+        assert args["accelerator_config"]["split_batches"] and args["lr_scheduler_type"] == "cosine"
+        assert one["notes"] == []
+    assert answer.numbers["metric"]["best"]
+
+
 def test_script_arm_and_settings_of_arms(tmp_path, capsys):
     """`script` trains what the script trains; settings after a colon reach TrainingArguments or the optimizer."""
     text = f"Trainer(Net(), arguments(optim='sgd', learning_rate=0.05), {DATA}).train()\n"
