@@ -76,7 +76,8 @@ def results_table(found: Findings) -> str:
     if not found.runs:
         return ""
     less = f"less {found.baseline}'s"
-    cells = [["arm", "best rate", found.metric.shown_name, "seeds", less, "verdict", "s/step", "GPU memory"]]
+    rate = "best rate" if found.search else "rate"
+    cells = [["arm", rate, found.metric.shown_name, "seeds", less, "verdict", "s/step", "GPU memory"]]
     gaps = {gap.arm: gap for gap in found.gaps if gap.against == found.baseline}
     for arm in found.arms:
         gap = gaps.get(arm)

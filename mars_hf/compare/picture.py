@@ -51,26 +51,31 @@ def colors(names: Sequence[str]) -> dict[str, str]:
 def figure_of(found: Findings) -> Figure:
     """Return the search, if any, and below it the differences, so that a phone's width shows both."""
     gaps = [gap for gap in found.gaps if gap.against == found.baseline]
-    heights = [3.6] * bool(found.search) + [1.5 + 0.5 * len(gaps)]
+    panes = [(3.6, _draw_search)] if found.search else []
+    if gaps or not panes:
+        panes.append((1.5 + 0.5 * len(gaps), _draw_differences))
+    heights = [height for height, _ in panes]
     figure = Figure(figsize=(6.4, 0.4 + sum(heights)), layout="constrained")
-    *upper, lower = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
+    all_axes = figure.subplots(len(panes), 1, height_ratios=heights, squeeze=False)[:, 0]
     figure.suptitle(textwrap.fill(found.title, 68), fontsize="medium")
     chosen = colors(list(dict.fromkeys([*found.search, *found.arms])))
-    for axes in upper:
-        _draw_search(axes, found, chosen)
-    _draw_differences(lower, found, chosen)
+    for axes, (_, draw) in zip(all_axes, panes, strict=True):
+        draw(axes, found, chosen)
     return figure
 
 
 def _draw_search(axes: Any, found: Findings, chosen: Mapping[str, str]) -> None:
+    shown: list[float] = []
     for arm, by_rate in found.search.items():
         means = {rate: statistics.fmean(values) for rate, values in by_rate.items() if values}
         axes.plot(list(means), list(means.values()), "o-", color=chosen[arm], label=arm, markersize=5)
+        shown += means.values()
         for rate in by_rate.keys() - means.keys():
             axes.plot([rate], [_DIVERGED], "x", color=chosen[arm], transform=axes.get_xaxis_transform())
         best = found.best.get(arm)
         if best in means:
             axes.plot([best], [means[best]], "o", color=chosen[arm], markersize=12, fillstyle="none")
+    _leave_out_far_worse(axes, shown, found.metric.sign)
     axes.set_xscale("log")
     ticks = _apart(sorted(set().union(*found.search.values())))
     axes.set_xticks(ticks, [f"{rate:.2g}" for rate in ticks])
@@ -81,6 +86,16 @@ def _draw_search(axes: Any, found: Findings, chosen: Mapping[str, str]) -> None:
     )
     axes.set_title("search of the rate: the mean of its seeds", fontsize="medium")
     axes.legend()
+
+
+def _leave_out_far_worse(axes: Any, values: Sequence[float], sign: int) -> None:
+    """Let lines leave the picture to values far worse than most, which would flatten all others."""
+    losses = [sign * value for value in values]
+    best = min(losses, default=math.nan)
+    reach = 4 * (statistics.median(losses or [math.nan]) - best)
+    if max(losses, default=math.nan) - best > reach > 0:
+        limits = sign * (best - 0.1 * reach), sign * (best + reach)
+        axes.set_ylim(min(limits), max(limits))
 
 
 def _apart(rates: Sequence[float]) -> list[float]:

@@ -110,9 +110,13 @@ class Run:
         changed = [name for name in {**now, **then} if then.get(name) != now.get(name)]
         if changed and content["state"] in _ENDED:
             name = changed[0]
+            texts = json.dumps(then.get(name)), json.dumps(now.get(name))
+            # Long lists may differ far behind.
+            alike = max(0, len(os.path.commonprefix(texts)) - 20)  # noqa: RUF071 of characters, indeed
+            before, today = (f"{'...' if alike else ''}{text[alike:]:.90}" for text in texts)
             raise ValueError(
-                f"{self.folder} holds a run with other settings ({name}: {json.dumps(then.get(name)):.90}, now "
-                f"{json.dumps(now.get(name)):.90}): give another --output_dir, or the same arguments as before"
+                f"{self.folder} holds a run with other settings ({name}: {before}, now {today}): give another "
+                "--output_dir, or the same arguments as before"
             )
         return content
 

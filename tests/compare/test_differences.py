@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mars_hf.compare import differences
+from mars_hf.compare import differences, page, picture
 from mars_hf.compare.differences import FinishedRun
 from mars_hf.compare.metric import Metric
 from mars_hf.compare.verdict import Findings
@@ -156,6 +156,26 @@ def test_sizes_have_the_digits_of_their_intervals():
     base = runs("a", [1.0, 2.0, 3.0])
     assert "it ends 0.02 ± 0." in words([*base, *runs("b", [1.1, 1.95, 2.88])])
     assert "it ends 0.10017 ± 0.00086 below" in words([*base, *runs("b", [0.9, 1.8995, 2.9])])
+
+
+@pytest.mark.parametrize("sign", [1, -1], ids=["loss", "score"])
+def test_picture_of_a_search_shows_what_is_close(sign):
+    """A rate far too high would flatten all others: its line leaves the picture. Without results there is no pane."""
+    metric = Metric("eval_score", greater_is_better=sign < 0)
+    close = {0.001: [2.82 * sign], 0.002: [2.80 * sign], 0.004: [2.81 * sign]}
+    found = Findings("title", metric, "a", [], {"a": {**close, 0.008: [9.0 * sign]}, "b": close}, {})
+    (axes,) = picture.figure_of(found).axes
+    low, high = sorted(axes.get_ylim())
+    assert low < min(2.80 * sign, 2.82 * sign) and high > max(2.80 * sign, 2.82 * sign) and high - low < 0.1
+    (axes,) = picture.figure_of(Findings("title", metric, "a", [], {"a": close}, {})).axes
+    low, high = sorted(axes.get_ylim())
+    assert low < min(close.values())[0] and high > max(close.values())[0]  # nothing is far worse
+
+
+def test_best_rates_are_called_so_after_a_search():
+    members = [*runs("a", [1.0, 2.0]), *runs("b", [1.1, 2.0])]
+    assert "| best rate |" in page.results_table(findings(members))
+    assert "| rate |" in page.results_table(findings(members, was_searched=False))
 
 
 def test_page_of_the_documentation_has_the_numbers_of_its_runs():

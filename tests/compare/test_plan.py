@@ -13,6 +13,7 @@ from mars_hf.compare.comparison import Comparison
 from mars_hf.compare.metric import Metric, find_metric
 from mars_hf.compare.order import Order
 from mars_hf.compare.plan import Arm, Plan, Script, arguments_of_arm, setting, words
+from mars_hf.compare.runs import Run
 from mars_hf.compare.work import Work, count_runs
 from mars_hf.groups.settings import parse_optim_args
 from mars_hf.groups.suggest import suggest
@@ -277,6 +278,16 @@ def test_grids_and_plans_without_a_search(tmp_path):
     given.refresh()
     found = {(run.arm, rate(run), run.seed) for run in given.missing()}
     assert found == {(arm, 1e-3, seed) for arm in "ab" for seed in (1, 2, 3)}
+
+
+def test_other_settings_are_told_where_they_differ(tmp_path):
+    """Also far behind in a long list of arguments."""
+    words = [f"--setting_{number}={number}" for number in range(40)]
+    run = Run("a", 1, Order("train.py", arguments=[*words, "--lora_r", "16"], folder=str(tmp_path)))
+    other = {"state": "complete", "order": replace(run.order, arguments=[*words, "--lora_r", "8"]).what_trains()}
+    (tmp_path / "result.json").write_text(json.dumps(other))
+    with pytest.raises(ValueError, match=r'"--lora_r", "8"\], now .*"--lora_r", "16"\]\): give another --output_dir'):
+        run.is_finished  # noqa: B018
 
 
 def test_comparison_of_a_new_folder_starts_with_the_baseline(tmp_path):

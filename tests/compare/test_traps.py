@@ -22,7 +22,7 @@ def test_whole_comparison(tmp_path, capsys):
     lines = answer.out.splitlines()
     assert lines[0].endswith("the first run tells metric and time")
     assert "mars_adamw against adamw_torch, new seeds 1, 2" in lines[0]
-    assert any(line.startswith("22 to ") and "Ctrl-C stops" in line for line in lines)
+    assert any(line.startswith("21 to ") and "Ctrl-C stops" in line for line in lines)
     numbers, results = answer.numbers, list(answer.results())
     assert all(one["state"] == "complete" for one in results)
     assert sum(", rate " in line or "the script's own rate, seed" in line for line in lines) == len(results) >= 22
