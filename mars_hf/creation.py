@@ -109,9 +109,7 @@ def make(
     release_gradients = arguments.pop("release_gradients", False)
     if isinstance(model_or_params, Iterator):
         model_or_params = list(model_or_params)  # read twice
-    if arguments.pop("adamw_rates", False):
-        _check_rates_of_groups(model_or_params)
-        arguments = without_unread(from_adamw(arguments), arguments)
+    arguments = with_rates_of_mars(arguments, model_or_params)
     _require_rate(model_or_params, arguments)
     expanded = expand(arguments)
     options = {name: expanded[name] for name in MODEL_DEFAULTS if name in expanded}
@@ -134,6 +132,15 @@ def make(
         _check_release(mars)
         mars._release = GradientRelease(mars, mars._step)
     return mars
+
+
+def with_rates_of_mars(arguments: Mapping[str, Any], model_or_params: Any) -> dict[str, Any]:
+    """Return arguments without `adamw_rates`, with the rates that it derives; see `create`."""
+    stated = dict(arguments)
+    if not stated.pop("adamw_rates", False):
+        return stated
+    _check_rates_of_groups(model_or_params)
+    return without_unread(from_adamw(stated), stated)
 
 
 def _decays_by_name(names: Iterable[str], settings: Mapping[str, Any]) -> dict[str, float]:

@@ -191,6 +191,8 @@ def one_line_summary(param_groups: Iterable[Mapping[str, Any]], model: nn.Module
     parts = []
     if UPDATE_RULES[main["mars_type"]].orthogonalizes and "matrix" not in by_role:
         parts.append("nothing is orthogonalized")
+    elif not UPDATE_RULES[main["rule"]].corrects:
+        parts.append("all takes AdamW")
     for role, of_role in by_role.items():
         parts.append(_part_of_line(role, of_role))
     decays = dict.fromkeys(_decay_of(group) for group in groups if group["weight_decay_mode"] != "standard")

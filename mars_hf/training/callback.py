@@ -216,7 +216,8 @@ class LastGradientCallback(TrainerCallback):
             return
         message = (
             f"step {state.global_step}: {missing}: they were unfrozen in training, and have not moved. Unfreeze them "
-            "before, or hand them to optimizer.add_param_group"
+            "before, or hand them to optimizer.add_param_group, and the rates of the new groups to the scheduler "
+            "(base_lrs and lr_lambdas), without which torch's schedulers stop"
         )
         if not self.optimizer_is_given:
             raise RuntimeError(message)

@@ -258,7 +258,8 @@ def require_supplied_gradients(mars: Mars) -> None:
     if mars.is_exact and not mars.expects_stale_gradients:
         raise RuntimeError(
             "is_approx=False: exact MARS takes two gradients a step, and Trainer takes one; use mars_hf.MarsTrainer, "
-            "mars_hf.with_mars(...) for a subclass, python -m mars_hf run for a script, or is_approx=True"
+            "mars_hf.with_mars(...) for a subclass, python -m mars_hf run for a script, or is_approx=True. An override "
+            "of MarsTrainer's create_optimizer has to end with super().create_optimizer(model)"
         )
 
 
@@ -298,7 +299,8 @@ def require_parameters(optimizer: Any, model: nn.Module) -> None:
     if missing:
         raise RuntimeError(
             f"{missing}. Make it after LoRA or other changes to the model: create(model) last, or "
-            "optimizer_cls_and_kwargs=mars_hf.factory(...). Freeze what is not to be trained"
+            "optimizer_cls_and_kwargs=mars_hf.factory(...); a Trainer that has made its own makes another after "
+            "trainer.optimizer = None. Freeze what is not to be trained"
         )
 
 

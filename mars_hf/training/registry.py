@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import difflib
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -17,7 +17,7 @@ from transformers.training_args import OptimizerNames, TrainingArguments
 from typing_extensions import Unpack
 
 from mars_hf import _compat
-from mars_hf.creation import create, make
+from mars_hf.creation import create, make, with_rates_of_mars
 from mars_hf.groups import saved_settings
 from mars_hf.groups.effects import check_arguments_read, without_unread
 from mars_hf.groups.param_groups import param_groups, split_by_model
@@ -77,9 +77,14 @@ class MarsFactory:
             groups = model_or_params
         if groups is None and model is None:
             return self
-        arguments = resolve({**self.settings, **_checked(settings)}, args or self.args)
+        args = args or self.args
+        arguments = resolve({**self.settings, **checked_settings(settings)}, args)
         if groups is None:
             return make(model, arguments, decayed=_override_of_decay())
+        # sentence-transformers' groups state the decay of `args` where MARS's settings may state another.
+        is_another = arguments.get("weight_decay", args.weight_decay) != args.weight_decay
+        if is_another or arguments.get("weight_decay_1d") is not None or arguments.get("adamw_rates"):
+            groups = _without_decay_of_arguments(groups, args)
         return _from_groups(groups, model or self.model, self.loss, arguments)
 
     def of_trainer(self, args: TrainingArguments) -> MarsFactory:
@@ -133,14 +138,19 @@ def factory(args: TrainingArguments, **settings: Unpack[FactorySettings]) -> tup
             f"learning_rate_mapping={shown(rates_by_name)} does not reach mars_hf.factory; use "
             "optim='mars_adamw' after mars_hf.register(), or mars_hf.with_mars(SentenceTransformerTrainer)"
         )
-    if isinstance(settings.get("param_rules"), Iterator):
-        settings["param_rules"] = list(settings["param_rules"])  # they are read twice, an iterator once
-    checked = _checked(settings)
+    checked = checked_settings(settings)
+    is_named = _optim(args) in OPTIM_NAMES
+    if is_named and not parse_optim_args(args.optim_args).items() <= split_beta_pairs(checked).items():
+        raise ValueError(
+            f"optim_args={shown(args.optim_args)} in TrainingArguments does not reach mars_hf.factory; give these "
+            "settings to factory, or use MarsTrainer, with_mars or optim alone, which read optim_args"
+        )
     resolve(checked, args)  # complains here, where the caller can see it
     return MarsFactory(args, checked), {}
 
 
-def _checked(settings: Mapping[str, Any], where: str = "mars_hf.factory") -> dict[str, Any]:
+def checked_settings(settings: Mapping[str, Any], where: str = "mars_hf.factory") -> dict[str, Any]:
+    """Return settings of `factory` as plain types, which can be read twice; errors about names begin with `where`."""
     ours = without_torch_keywords(settings)
     check_names(ours, [*SETTINGS, *PAIR_KEYS, "like"], where)
     return check_arguments(ours)
@@ -151,6 +161,14 @@ def resolve(settings: Mapping[str, Any], args: TrainingArguments) -> dict[str, A
     others = dict(settings)
     like = others.pop("like", None)
     saved = {} if like is None else split_beta_pairs(saved_settings.read(like, settings.get("mars_type")))
+    chosen = {**DEFAULTS, **saved, **settings}["mars_type"]
+    if OPTIM_NAMES.get(_optim(args), chosen) != chosen:
+        is_saved = "mars_type" not in settings and like is not None
+        where = f"the mars_type of like={shown(str(like))}," if is_saved else "mars_type"
+        raise ValueError(
+            f"optim={_optim(args)!r} and {where} {chosen!r} contradict each other; choose by optim alone, and with "
+            f"factory by mars_type alone: {', '.join(OPTIM_NAMES)}"
+        )
     of_mars = split_beta_pairs(others)
     if args.optim_target_modules:
         raise ValueError(
@@ -220,6 +238,15 @@ def _default(arguments_class: type[TrainingArguments], name: str) -> Any:
     return field.default_factory()
 
 
+def _without_decay_of_arguments(groups: Iterable[Any], args: TrainingArguments) -> list[Any]:
+    """Return a Trainer's groups without the decay, or its absence, that they have from TrainingArguments."""
+    kept = []
+    for group in groups:
+        is_of_arguments = isinstance(group, dict) and group.get("weight_decay") in (0.0, args.weight_decay)
+        kept.append({name: group[name] for name in group if name != "weight_decay"} if is_of_arguments else group)
+    return kept
+
+
 def _from_groups(
     groups: Iterable[Any], model: nn.Module | None, loss: nn.Module | None, arguments: dict[str, Any]
 ) -> Mars:
@@ -229,6 +256,8 @@ def _from_groups(
     """
     if model is None:
         return create(groups, **arguments)
+    groups = list(groups)
+    arguments = with_rates_of_mars(arguments, groups)
     expanded = expand(arguments)
     mars_type = expanded.get("mars_type", DEFAULTS["mars_type"])
     options = {name: value for name, value in expanded.items() if name in MODEL_DEFAULTS}
@@ -333,19 +362,11 @@ def settings_by_name(args: TrainingArguments, mars_kwargs: Mapping[str, Any]) ->
     from_text = parse_optim_args(args.optim_args)
     for name in from_text.keys() & mars_kwargs:
         raise ValueError(f"{name}: given in optim_args={shown(args.optim_args)} and in mars_kwargs; give one")
-    settings = _checked({**from_text, **mars_kwargs}, "mars_kwargs")
+    settings = checked_settings({**from_text, **mars_kwargs}, "mars_kwargs")
     rule = OPTIM_NAMES.get(_optim(args))
-    if rule is None:
+    if rule is None or settings.get("like") is not None:  # which has a rule, too
         return settings
-    saved = {} if settings.get("like") is None else saved_settings.read(settings["like"])
-    chosen = settings.get("mars_type", saved.get("mars_type", rule))
-    if chosen != rule:
-        where = "mars_type" if "mars_type" in settings else f"the mars_type of like={shown(str(settings['like']))},"
-        raise ValueError(
-            f"optim={_optim(args)!r} and {where} {chosen!r} contradict each other; choose by optim alone: "
-            f"{', '.join(OPTIM_NAMES)}"
-        )
-    return {**settings, "mars_type": rule}
+    return {"mars_type": rule, **settings}
 
 
 def trainer_settings(args: TrainingArguments, mars_kwargs: Mapping[str, Any], trainer: str) -> dict[str, Any]:

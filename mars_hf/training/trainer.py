@@ -18,7 +18,7 @@ from mars_hf.optimizer import Mars
 from mars_hf.training.callback import LastGradientCallback
 from mars_hf.training.guard import unwrap_optimizer
 from mars_hf.training.nonfinite import NonFiniteCallback
-from mars_hf.training.registry import args_with_mars_optim, register, trainer_settings
+from mars_hf.training.registry import args_with_mars_optim, checked_settings, register, trainer_settings
 from mars_hf.training.stale_pass import StalePass
 
 # A mixin: the methods' `super()` is the trainer class that it is combined with.
@@ -60,7 +60,7 @@ class TrainerWithMars(_Base):
         self._taken_over: Mars | None = None
         self._settings_before: dict[str, Any] = {}  # of the Mars that is taken over
         self._stale_pass = StalePass(self)
-        self._mars_kwargs = mars_kwargs
+        self._mars_kwargs = checked_settings(mars_kwargs or {}, "mars_kwargs")  # read again later: no iterator
         super().__init__(*args, **kwargs)
         mars = self._given_optimizer if isinstance(self._given_optimizer, Mars) else None
         callback: LastGradientCallback = self._callbacks_of(LastGradientCallback)[0]
@@ -98,7 +98,7 @@ class TrainerWithMars(_Base):
 
     def _resolve_settings(self) -> dict[str, Any]:
         """Return the settings of the Mars to make, anew each time: a search changes TrainingArguments in between."""
-        return trainer_settings(self.args, self._mars_kwargs or {}, type(self).__name__)
+        return trainer_settings(self.args, self._mars_kwargs, type(self).__name__)
 
     @property
     def in_stale_pass(self) -> bool:

@@ -87,6 +87,14 @@ def test_one_line_says_that_nothing_is_orthogonalized():
         assert one_line(model, mars_type=mars_type).partition("): ")[2].startswith(start)
 
 
+@pytest.mark.parametrize("mars_type", ["mars-adamw", "mars-lion"])
+def test_one_line_says_that_all_takes_adamw(mars_type):
+    """Who trains biases or norms alone trains no MARS, at half the rate."""
+    norm = torch.nn.LayerNorm(4)
+    assert one_line(norm, mars_type=mars_type).endswith("): all takes AdamW, 2 vectors (8) at lr=0.0015")
+    assert "AdamW" not in one_line(norm, mars_type=mars_type, optimize_1d=True)
+
+
 def test_one_line_has_the_rate_before_any_schedule():
     model = torch.nn.Linear(2, 2)
     mars = mars_hf.create(model, lr=1e-2)

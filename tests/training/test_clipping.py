@@ -203,6 +203,25 @@ def test_layers_unfrozen_in_training(tmp_path, door, caplog):
     assert [record.message.startswith(message) for record in caplog.records if "unfrozen" in record.message] == [True]
 
 
+@pytest.mark.parametrize("door", ["MarsTrainer", "factory"])
+def test_layers_unfrozen_between_two_runs(tmp_path, door):
+    """A Trainer keeps the optimizer of its first run; the error says how it makes another."""
+    model = gpt2()
+    block = model.transformer.h[1].requires_grad_(False)
+    args = arguments(tmp_path, max_steps=1)
+    run = mars_trainer(args, model)
+    if door == "factory":
+        run = trainer(args, model, optimizer_cls_and_kwargs=mars_hf.factory(args))
+    run.train()
+    block.requires_grad_(True)
+    with pytest.raises(RuntimeError, match=r"holds 16 of .* another after trainer\.optimizer = None\. Freeze"):
+        run.train()
+    before = block.mlp.c_fc.weight.detach().clone()
+    run.optimizer = None
+    run.train()
+    assert not torch.equal(block.mlp.c_fc.weight, before)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.05])
 def test_resuming_with_another_norm(tmp_path, max_grad_norm):

@@ -149,6 +149,30 @@ def test_wrong_settings(tmp_path, stated, given, message):
     assert isinstance(error.value, TypeError) == ("gama" in given)
 
 
+@pytest.mark.parametrize(
+    ("stated", "given", "message"),
+    [
+        ({"optim": "mars_m"}, {}, r"optim='mars_m' .* mars_type 'mars-adamw' contradict"),
+        ({"optim": "mars_m"}, {"mars_type": "mars-lion"}, r"optim='mars_m' .* mars_type 'mars-lion' contradict"),
+        ({"optim": "mars_m", "optim_args": "gamma=0.1"}, {"mars_type": "mars-m"}, r"optim_args='gamma=0\.1'"),
+        ({"optim": "mars_adamw", "optim_args": "gamma=0.1"}, {"gamma": 0.2}, r"optim_args='gamma=0\.1'"),
+    ],
+)
+def test_factory_and_a_rule_by_name(tmp_path, stated, given, message):
+    """What `optim` and `optim_args` ask for does not go unheard."""
+    with pytest.raises(ValueError, match=message):
+        mars_hf.factory(arguments(tmp_path, **stated), **given)
+
+
+def test_factory_of_the_rule_that_optim_names(tmp_path):
+    args = arguments(tmp_path, optim="mars_lion")
+    make, settings = mars_hf.factory(args, mars_type="mars-lion")
+    assert make()(gpt2(), **settings).defaults["mars_type"] == "mars-lion"
+    args.optim = OptimizerNames("mars_m")  # as a search sets it
+    with pytest.raises(ValueError, match="contradict"):
+        make()(gpt2(), **settings)
+
+
 # --- Trainer ---------------------------------------------------------------------------------------------------------
 
 
@@ -286,6 +310,25 @@ def test_names_decide_over_the_groups_of_a_trainer(tmp_path):
     assert found[block.mlp.c_fc.weight] == (5e-4, 0.1, 0.2)
     assert found[body.wpe.weight] == found[block.attn.c_attn.weight] == (5e-4, 0.1, 0.1)
     assert found[block.ln_1.weight][1] == 0.0
+
+
+@pytest.mark.parametrize(
+    "text", ["weight_decay=0.1", "weight_decay_1d=0.2", "weight_decay=0.1,weight_decay_1d=0.2", "adamw_rates=true"]
+)
+@pytest.mark.parametrize("rule", ["mars_adamw", "mars_m"])
+def test_decays_of_settings_over_the_groups_of_a_trainer(tmp_path, rule, text):
+    """sentence-transformers gives its groups the decay of TrainingArguments, which here nobody has stated."""
+    stated = {"weight_decay": 0.05} if text == "adamw_rates=true" else {}
+    run = trainer(arguments(tmp_path, optim=rule, optim_args=text, learning_rate=1e-3, **stated))
+    cls, kwargs = run.get_optimizer_cls_and_kwargs(run.args, run.model)
+    optimizer = cls()(run.model, optimizer_dict=decay_groups(run), **kwargs)
+    expected = made_by(run)
+    found, right = (
+        {p: g["weight_decay"] for g in each.param_groups for p in g["params"]} for each in (optimizer, expected)
+    )
+    assert found == right and any(right.values())
+    assert facts(optimizer) == facts(expected)
+    assert optimizer.created_with == expected.created_with
 
 
 def test_rates_of_groups_and_weights_of_a_loss(tmp_path):

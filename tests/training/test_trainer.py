@@ -124,6 +124,33 @@ def test_wrong_mars_kwargs(tmp_path, named, given, message):
         mars_trainer(arguments(tmp_path, **named), gpt2(), mars_kwargs=given)
 
 
+def test_mars_kwargs_with_an_iterator(tmp_path):
+    """The settings are read when the trainer is made, and again when the optimizer is."""
+    rules = zip(["*.wte.weight"], [{"lr": 1e-4}], strict=True)
+    run = mars_trainer(arguments(tmp_path, learning_rate=1e-3), gpt2(), mars_kwargs={"param_rules": rules})
+    assert [group.get("pattern") for group in run.create_optimizer().param_groups] == [None, None, "*.wte.weight"]
+
+
+class OwnOptimizer(mars_hf.MarsTrainer):
+    """Makes an exact Mars itself."""
+
+    ends_with_super = False
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        self.optimizer = self.optimizer or mars_hf.create(self.model, lr=1e-3, is_approx=False)
+        return super().create_optimizer(model) if self.ends_with_super else self.optimizer
+
+
+def test_exact_from_an_override_of_create_optimizer(tmp_path):
+    """MarsTrainer takes over what its own method returns."""
+    run = OwnOptimizer(gpt2(), arguments(tmp_path), train_dataset=Blocks(), data_collator=default_data_collator)
+    with pytest.raises(RuntimeError, match=r"override of .* has to end with super\(\)\.create_optimizer\(model\)"):
+        run.train()
+    run.ends_with_super = True
+    run.train()
+    assert run.state.global_step == 4
+
+
 # --- with_mars --------------------------------------------------------------------------------------------------------
 
 

@@ -223,3 +223,15 @@ def test_weights_of_a_loss(tmp_path, package, door, caplog):
     mars = run.optimizer.optimizer
     roles = [group["role"] for group in mars.param_groups if any(param is head for param in group["params"])]
     assert roles == [] if is_left_out else roles == ["adamw"]
+
+
+def test_decay_of_mars_kwargs(tmp_path, package):
+    """The groups that the trainer makes have the decay of its arguments, which is 0 here."""
+
+    def given(model: Any, module: Any, args: Any) -> Any:
+        return {"mars_kwargs": {"weight_decay": 0.1}}
+
+    kind = mars_hf.with_mars(package.SentenceTransformerTrainer)
+    run = sentence_trainer(package, tmp_path, kind, "SoftmaxLoss", given, learning_rate=1e-3)
+    decays = {(group["role"], group["weight_decay"]) for group in run.create_optimizer().param_groups}
+    assert decays == {("matrix", 0.1), ("vector", 0.0)}
