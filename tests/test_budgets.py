@@ -37,7 +37,7 @@ ROOT = PACKAGE.parent
 # Files, and lines with C++.
 COMPARE = "mars_hf/compare"
 ROOMS = {
-    "mars_hf": (62, 14_840),
+    "mars_hf": (62, 14_860),
     COMPARE: (16, 2_350),
     "recipes": (23, 2_860),
     "tests": (110, 28_850),
