@@ -320,6 +320,8 @@ class Mars(torch.optim.Optimizer):
             self._advice.add(group)
             if self._watch is not None:
                 self._watch.add(group["params"])
+        if self._release is not None:
+            self._release.hook()
 
     def _note_statements(self, param_group: Mapping[str, Any], before: int) -> None:
         """Note what a group states until all are there; of a later one, raise ValueError for what is ignored."""

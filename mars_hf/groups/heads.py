@@ -19,6 +19,8 @@ _HEAD_NAME = re.compile(
 _NO_HEAD_NAME = re.compile(r"pre_classifier|ref_point_head|resnet_head")
 # Layers that repeat hold no head, whatever their sizes; a list of models is not in the middle of a path.
 _IN_LAYERS = re.compile(r"\.\d+\.")
+# Modules whose children are whole models, by the name of their class or of one that it is derived from.
+_WRAPPERS = {"OptimizedModule", "DataParallel", "DistributedDataParallel", "AveragedModel", "LightningModule"}
 # Names of settings that number tokens.
 _IDS = re.compile(r"_ids?$")
 
@@ -69,11 +71,14 @@ def _is_head(model: nn.Module, modules: Mapping[str, nn.Module], path: str) -> b
 
 
 def _is_last_of_model(model: nn.Module, modules: Mapping[str, nn.Module], path: str) -> bool:
-    """Return whether a module is the last child of a model, which may be one of a list."""
-    parent = path.rpartition(".")[0]
-    is_in_list = isinstance(model, nn.ModuleList) and "." not in parent
-    if parent and not is_in_list:
-        return False
+    """Return whether a module is the last child of a model, which may be one of a list, or in wrappers."""
+    parent = holder = path.rpartition(".")[0]
+    while holder:
+        holder = holder.rpartition(".")[0]
+        is_list = holder == "" and isinstance(model, nn.ModuleList)
+        is_wrapper = any(base.__name__ in _WRAPPERS for base in type(modules[holder]).__mro__)
+        if not is_list and not is_wrapper:
+            return False
     return modules[path] is list(modules[parent].children())[-1]
 
 

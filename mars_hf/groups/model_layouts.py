@@ -215,6 +215,16 @@ def _grouped_query(attention: Any, out: int) -> tuple[int, ...]:
     return (query, (out - query) // 2, (out - query) // 2)
 
 
+def _of_qkv(attention: Any, out: int) -> tuple[int, ...]:
+    """Return thirds, or in timm's attentions whose heads come first query, key and value of one head."""
+    if getattr(attention, "head_first", False):  # MaxViT, CoAtNet
+        return _thirds_of_each_head(attention, out)
+    heads, key, value = [getattr(attention, name, 0) for name in ("num_heads", "key_dim", "val_dim")]
+    if heads * (2 * key + value) == out:  # TinyViT, EfficientFormer
+        return (key, key, value)
+    return _thirds(attention, out)
+
+
 def _of_gpt2(attention: Any, out: int) -> tuple[int, ...]:
     if attention.is_cross_attention:  # key and value
         return _halves(attention, out)
@@ -258,7 +268,7 @@ def _fused(modules: Mapping[str, nn.Module], path: str, leaf: str, matrix: Seque
         is_concatenated = getattr(module, "is_concatenated", True)
         return _halves(module, out) if is_concatenated else (1, 1)
     if projection == "qkv" and out == 3 * cols:
-        return _thirds(module, out)
+        return _of_qkv(module, out)
     for class_name in _classes(module):
         if (projection, class_name) in _FUSED:
             sizes_of = _FUSED[projection, class_name]

@@ -263,7 +263,8 @@ def _betas_and_decay(options: argparse.Namespace) -> tuple[tuple[float, float], 
 def _forms(settings: dict[str, Any]) -> str:
     """Return settings as arguments of a command line and as a call of `create`, without those at their defaults."""
     rule, lr, decay = (_text(settings[name]) for name in ("mars_type", "lr", "weight_decay"))
-    texts = {name: _text(value) for name, value in settings.items() if _text(value) != _text(DEFAULTS[name])}
+    defaults = {**DEFAULTS, "lr": None}  # `create` has no rate of its own
+    texts = {name: _text(value) for name, value in settings.items() if _text(value) != _text(defaults[name])}
     keywords = ", ".join(f"{name}={text}" for name, text in texts.items() if name != "mars_type")
     call = f'mars_hf.create(model, mars_type="{rule}", {keywords})'
     arguments = [f"{name}={text}" for name, text in texts.items() if name == "lr_1d"]

@@ -40,7 +40,7 @@ class GradientRelease:
         self._step = weakref.WeakMethod(step)
         self._stepped: set[Tensor] = set()
         self._hooked = WeakTensorKeyDictionary()  # its keys; a mark on a parameter would be saved with the model
-        self._hook()
+        self.hook()
 
     def finish(self) -> bool:
         """Return whether backward has taken the step, and wait for the next one.
@@ -55,7 +55,7 @@ class GradientRelease:
         left = [param for param in self._params() if param.grad is not None]
         if not left:
             return bool(stepped)
-        if not stepped and self._hook():
+        if not stepped and self.hook():
             return False
         raise RuntimeError(
             f"release_gradients=True: {len(left)} parameters have gradients that backward() did not hand over, the "
@@ -68,7 +68,7 @@ class GradientRelease:
             return []
         return [param for group in optimizer.param_groups for param in group["params"]]
 
-    def _hook(self) -> bool:
+    def hook(self) -> bool:
         """Hook the parameters without a hook; return whether there are any."""
         has_new = False
         for param in self._params():

@@ -141,6 +141,24 @@ def test_torch_modules():
     assert expected.items() <= layouts_of(nn.ModuleDict(modules)).items()
 
 
+@pytest.mark.parametrize(
+    ("attributes", "parts"),
+    [
+        ({"head_first": True, "num_heads": 2, "dim_head": 4}, (4, 4, 4)),  # timm's MaxViT and CoAtNet
+        ({"head_first": False, "num_heads": 2, "dim_head": 4}, (8, 8, 8)),
+        ({"key_dim": 4, "val_dim": 4, "num_heads": 2}, (4, 4, 4)),  # TinyViT
+        ({"key_dim": 2, "val_dim": 8, "num_heads": 2}, (2, 2, 8)),  # EfficientFormer
+    ],
+)
+def test_qkv_whose_heads_come_first(attributes, parts):
+    """Query, key and value of one head lie before those of the next in some of timm's attentions."""
+    for layer in (nn.Linear(8, 24), nn.Conv2d(8, 24, 1)):
+        attention = nn.ModuleDict({"qkv": layer})
+        for name, value in attributes.items():
+            setattr(attention, name, value)
+        assert layouts_of(nn.ModuleDict({"attn": attention}))["attn.qkv.weight"] == MatrixLayout(parts=parts)
+
+
 @pytest.mark.parametrize("order", [("first", "second"), ("second", "first")], ids="-".join)
 def test_tied_weights_multiply_activations_in_one_place(order):
     """Whichever name comes first: a table that is a projection too is orthogonalized as that."""

@@ -240,6 +240,32 @@ def test_heads_of_models(model, heads):
     assert {name for name, p in model.named_parameters() if tables.get(p) == "head" and p.ndim > 1} == heads
 
 
+class LightningModule(nn.Module):
+    """Holds a model, as that of PyTorch Lightning does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model, self.loss = model, nn.CrossEntropyLoss()
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        nn.DataParallel,
+        torch.optim.swa_utils.AveragedModel,
+        LightningModule,
+        lambda model: torch.compile(model, backend="eager"),
+        lambda model: nn.ModuleList([model, LightningModule(nn.DataParallel(named_fc()))]),
+    ],
+)
+def test_heads_in_wrappers(wrap):
+    """An `fc` ends the model, whatever wraps it; a head by another name is one anywhere."""
+    model = wrap(named_fc())
+    tables = embeddings_and_heads(model)
+    for name, param in model.named_parameters():
+        assert (tables.get(param) == "head") == (".fc." in name)
+
+
 @pytest.mark.parametrize("several", [False, True])
 def test_heads_by_their_vocabulary(several):
     """A layer that repeats has no head, though its MLP may be as wide as the vocabulary."""

@@ -253,6 +253,12 @@ def test_suggest_command_and_call(rule, betas, capsys, tmp_path):
     assert (groups[0]["clip_threshold"] is None) == (rule == "muon")
 
 
+def test_call_states_a_rate_that_is_the_default_of_mars(capsys):
+    """`create` has no default rate."""
+    main(["suggest", "--adamw-lr", "2.35e-3", "--rule", "mars-m"])
+    assert 'mars_type="mars-m", lr=0.003, lr_1d=0.00235' in " ".join(capsys.readouterr().out.split())
+
+
 def test_settings_of_finetuning(capsys):
     main(["suggest", "--adamw-lr", "2e-5", "--rule", "mars_adamw", "--finetuning"])
     text = capsys.readouterr().out

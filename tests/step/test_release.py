@@ -116,6 +116,24 @@ def test_exchanged_parameters():
         backward(model)
 
 
+def test_groups_added_in_the_middle():
+    """A parameter that is unfrozen between two steps steps inside backward, too."""
+    runs = []
+    for releases in (False, True):
+        model, mars = make(release_gradients=releases)
+        for step in range(3):
+            if step == 1:
+                table = model.transformer.wpe.weight.requires_grad_()
+                mars.add_param_group({"params": [table]})
+            backward(model, step)
+            assert releases == all(param.grad is None for param in model.parameters())
+            mars.step()
+            mars.zero_grad()
+        assert mars.state[table]["step"] == 2
+        runs.append((model.state_dict(), mars.state_dict()))
+    assert equal(*runs)
+
+
 def test_parameters_on_several_devices_are_refused():
     """Their gradients may come at the same time, from a thread of backward for each device."""
     model = nn.ModuleDict({"here": nn.Linear(3, 3), "there": nn.Linear(3, 3, device="meta")})
