@@ -260,6 +260,11 @@ def main(argv: list[str]) -> None:
     install(child)
     sys.argv = [order.script, *argv[argv.index(order.script) + 1 :]]
     with child.recording():
+        if not order.is_of_this_text:
+            raise Refused(
+                f"{order.script} was edited after the comparison began: bring back the script as it was, or compare "
+                "anew with another --output_dir"
+            )
         if not order.is_module:
             sys.path[0] = os.path.dirname(os.path.abspath(order.script))
             runpy.run_path(order.script, run_name="__main__")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:  # --help and a missing package answer before these imports
+    from mars_hf.compare.order import Order
     from mars_hf.compare.plan import Plan
 
 _ARMS = ["adamw_torch", "mars_adamw", "mars_m", "muon"]
@@ -75,18 +76,15 @@ def main(argv: list[str]) -> int:
 def _compare(options: argparse.Namespace, arguments: list[str]) -> int:
     from mars_hf.compare import files
     from mars_hf.compare.comparison import Comparison
-    from mars_hf.compare.order import Order
     from mars_hf.compare.work import Work
 
     plan = _plan(options)
     if options.greater_is_better and options.metric is None:
         raise ValueError("--greater_is_better is of --metric; give both")
-    if not options.module and not os.path.isfile(options.script):
-        raise ValueError(f"no such script: {options.script!r} (give a path, or -m MODULE)")
     jobs = max(1, len(options.gpus)) if options.jobs is None else options.jobs
     if jobs < 1:
         raise ValueError("--jobs: give 1 or more")
-    template = Order(options.script, options.module, arguments, shlex.split(options.launcher))
+    template = _template(options, arguments)
     output = Path(options.output_dir).resolve()
     with files.locked(output, "compares"):
         output.mkdir(parents=True, exist_ok=True)
@@ -128,6 +126,22 @@ def _plan(options: argparse.Namespace) -> Plan:
     plan.set = {**plan.set, **dict(map(setting, options.set))}
     plan.check()
     return plan
+
+
+def _template(options: argparse.Namespace, arguments: list[str]) -> Order:
+    """Return what all runs have in common.
+
+    Raises:
+        ValueError: there is no such script.
+    """
+    from mars_hf.compare.order import Order, hash_of
+
+    launcher = shlex.split(options.launcher)
+    if options.module:
+        return Order(options.script, is_module=True, arguments=arguments, launcher=launcher)
+    if not os.path.isfile(options.script):
+        raise ValueError(f"no such script: {options.script!r} (give a path, or -m MODULE)")
+    return Order(options.script, text_hash=hash_of(options.script), arguments=arguments, launcher=launcher)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -6,6 +6,7 @@ The command writes the order into the environment, and the process reads it ther
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ class Order:
 
     script: str  # path, or the name of a module
     is_module: bool = False
+    text_hash: str = ""  # of the script, which may be edited between two runs; "" for a module
     arguments: Sequence[str] = ()  # of the script's command line
     launcher: Sequence[str] = ()  # what starts a module; (): this Python
     folder: str = ""  # for result.json; the script's own output folder is `output` in it
@@ -49,6 +51,11 @@ class Order:
     def text(self) -> str:
         """Return the order as a line of JSON: the arguments of another Order."""
         return json.dumps(dataclasses.asdict(self))
+
+    @property
+    def is_of_this_text(self) -> bool:
+        """Return whether the script is as it was when the order was made."""
+        return self.is_module or self.text_hash == hash_of(self.script)
 
     def what_trains(self) -> dict[str, Any]:
         """Return all that decides a run's numbers: a finished run with another is not this run."""
@@ -99,3 +106,8 @@ class Order:
         return (
             f"the script does not evaluate in training; the comparison does, {EVALUATIONS} times, on its eval_dataset"
         )
+
+
+def hash_of(path: str) -> str:
+    """Return what tells a script from edited ones."""
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]

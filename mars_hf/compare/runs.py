@@ -108,6 +108,11 @@ class Run:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         then, now = _flat(content["order"]), _flat(self.order.what_trains())
         changed = [name for name in {**now, **then} if then.get(name) != now.get(name)]
+        if "text_hash" in changed and content["state"] in _ENDED:
+            raise ValueError(
+                f"{self.folder} holds a run of {self.order.script} before it was edited: give another --output_dir, or "
+                "the script as it was"
+            )
         if changed and content["state"] in _ENDED:
             name = changed[0]
             texts = json.dumps(then.get(name)), json.dumps(now.get(name))

@@ -93,6 +93,20 @@ REFUSED = {
 }
 
 
+# A script that is edited while it trains: the run that trains it has read the old text.
+EDITS_ITSELF = PLAIN + 'open(__file__, "a").write("print(1)\\n")\n'
+
+
+def test_edited_script_is_not_mixed_with_its_former_self(tmp_path, capsys):
+    edited = compare(capsys, script(tmp_path, EDITS_ITSELF), *QUICK)
+    assert edited.code == 2 and len(list(edited.results())) == 2
+    assert "train.py was edited after the comparison began: bring back" in edited.error.splitlines()[-1]
+    later = compare(capsys, tmp_path / "train.py", *QUICK)
+    assert later.code == 2 and later.error.count("\n") == 1
+    assert f"holds a run of {tmp_path / 'train.py'} before it was edited: give another --output_dir" in later.error
+    assert compare(capsys, script(tmp_path, EDITS_ITSELF.replace("open", "# open")), *QUICK, folder="new").code == 0
+
+
 @pytest.mark.parametrize(("text", "words", "message"), REFUSED.values(), ids=REFUSED)
 def test_refused_in_one_line(tmp_path, capsys, text, words, message):
     answer = compare(capsys, script(tmp_path, text), *TWO, *words)
