@@ -127,6 +127,7 @@ class LastGradientCallback(TrainerCallback):
 
     def _check_run(self, args: TrainingArguments, mars: Mars, optimizer: Any) -> None:
         """Raise RuntimeError if MARS would not train the model as it was asked to."""
+        guard.require_named_rule(mars, _named_rule(args))
         guard.require_scaled_losses(optimizer)
         guard.require_supplied_gradients(mars)
         guard.require_one_gradient(mars, args)
@@ -319,8 +320,12 @@ _compat.call_after(Trainer, "_load_best_model", _restore_best_model)
 
 def _asks_for_mars(args: TrainingArguments, trainer: Trainer | None) -> bool:
     """Return whether a run asks for MARS by a name of `optim`, or by `factory`."""
-    is_named = str(getattr(args.optim, "value", args.optim)) in OPTIM_NAMES
-    return is_named or _uses_factory(trainer)
+    return _named_rule(args) is not None or _uses_factory(trainer)
+
+
+def _named_rule(args: TrainingArguments) -> str | None:
+    """Return the rule that `optim` names; None for another optimizer."""
+    return OPTIM_NAMES.get(str(getattr(args.optim, "value", args.optim)))
 
 
 def _uses_factory(trainer: Trainer | None) -> bool:

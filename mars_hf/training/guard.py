@@ -102,6 +102,16 @@ def require_mars(optimizer: Any, expected: Mars | None) -> Mars:
     raise RuntimeError(f"the optimizer that would step is {name}; {_how_to_have_mars(inner, optimizer)}")
 
 
+def require_named_rule(mars: Mars, named: str | None) -> None:
+    """Raise RuntimeError if `optim` names another rule than the one that the given optimizer was created with."""
+    created = (mars.created_with or {}).get("mars_type")
+    if None not in (named, created) and named != created:
+        raise RuntimeError(
+            f"optim names {named}, and the optimizer that is given to the Trainer, which would step, is {created}; "
+            "leave one of them out"
+        )
+
+
 def require_same(optimizer: Any, mars: Mars) -> None:
     """Raise RuntimeError if Trainer's optimizer has been replaced in training; its scheduler would go on as before."""
     inner = unwrap_optimizer(optimizer)

@@ -379,6 +379,24 @@ def check_stopped(run: Trainer, model: nn.Module) -> None:
     assert equal(before, list(model.parameters()))
 
 
+@pytest.mark.parametrize("kind", [Trainer, mars_hf.MarsTrainer])
+def test_optim_that_contradicts_a_given_optimizer(tmp_path, kind):
+    """`python -m mars_hf run SCRIPT --optim mars_m` does so where the script hands over an optimizer of its own."""
+    model = gpt2()
+    optimizers = (mars_hf.create(model, lr=1e-3, mars_type="mars-adamw"), None)
+    run = kind(model, arguments(tmp_path, optim="mars_m"), train_dataset=Blocks(), optimizers=optimizers)
+    with pytest.raises(RuntimeError, match=r"optim names mars-m, and the optimizer .* would step, is mars-adamw; "):
+        run.train()
+
+
+@pytest.mark.parametrize("rule", ["mars-adamw", "muon"])
+def test_optim_that_names_a_given_optimizer(tmp_path, rule):
+    model = gpt2()
+    optimizers = (mars_hf.create(model, lr=1e-3, mars_type=rule), None)
+    args = arguments(tmp_path, optim=rule.replace("-", "_"))
+    assert Trainer(model, args, train_dataset=Blocks(), optimizers=optimizers).train().global_step == 4
+
+
 def test_a_subclass_may_train_other_optimizers(tmp_path):
     class Comparing(mars_hf.MarsTrainer):
         requires_mars = False
