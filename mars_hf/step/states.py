@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mars_hf import log
 from mars_hf.arithmetic import eight_bits, matrix_layouts
 from mars_hf.arithmetic.directions import count_rows
 from mars_hf.arithmetic.formulas import CODES, HALF_DTYPES, SCALES, parse_dtype
@@ -281,6 +282,8 @@ def check_loaded(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, An
     """Raise ValueError unless a state_dict can be that of an optimizer with these groups."""
     for index, (saved, group) in enumerate(zip(state_dict["param_groups"], groups, strict=False)):
         check_saved_group(index, saved, group)
+    _check_counts(state_dict["param_groups"], groups)
+    _check_names(state_dict["param_groups"], groups)
     for index, (saved, group) in enumerate(zip(state_dict["param_groups"], groups, strict=False)):
         names = group.get("param_names", ["a parameter"] * len(group["params"]))
         saved_states = [state_dict["state"].get(id_, {}) for id_ in saved["params"]]
@@ -295,6 +298,51 @@ def check_loaded(state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, An
                 "bits without any value: the loader has copied numbers into codes. Make the optimizer without "
                 "state_dtype='8bit', load, and then set group['state_dtype'] = '8bit' in each group"
             )
+
+
+def _check_counts(saved_groups: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError for another number of groups or parameters, before shapes are compared one with another's."""
+    was, now = ([len(group["params"]) for group in each] for each in (saved_groups, groups))
+    if was != now:
+        raise ValueError(
+            f"this state is of param groups with {was} parameters, and the optimizer's have {now}: other layers train, "
+            "or param_rules, lr_embeddings or decays form other groups. Build the optimizer from the same parameters "
+            "and with the same settings as when it was saved, or start a new run from the model, with from_pretrained"
+        )
+
+
+def _check_names(saved_groups: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ValueError if a parameter would get the state of another one, and warn if it may be another's.
+
+    States go by their places. Names that are unknown here may be those of parameters that have been renamed.
+    """
+    own_names = {name for group in groups for name in group.get("param_names", ())}
+    renamed = []
+    for index, (saved, group) in enumerate(zip(saved_groups, groups, strict=True)):
+        if any(isinstance(id_, str) for id_ in saved["params"]):  # torch.distributed.checkpoint goes by names itself
+            continue
+        for was, now in zip(saved.get("param_names", ()), group.get("param_names", ()), strict=False):
+            if _are_one_name(was, now):
+                continue
+            if was in own_names:
+                raise ValueError(
+                    f"param group {index} was saved with {was} in the place of {now}, which would get its state; build "
+                    "the optimizer from the same parameters, in the same order and with the same settings as when it "
+                    "was saved"
+                )
+            renamed.append(f"{now} that of {was}")
+    if renamed:
+        log.warning(
+            f"{len(renamed)} parameters take the states of other names, {renamed[0]}. That is right if they have been "
+            "renamed; if other layers train than before, start a new run from the model"
+        )
+
+
+def _are_one_name(one: str, other: str) -> bool:
+    """Return whether two names differ by wrappers around the model or its layers alone, such as torch.compile's."""
+    for wrapper in ("_orig_mod.", "_checkpoint_wrapped_module."):
+        one, other = one.replace(wrapper, ""), other.replace(wrapper, "")
+    return one == other or one.endswith(f".{other}") or other.endswith(f".{one}")
 
 
 def check_saved_group(index: int, saved: Mapping[str, Any], group: Mapping[str, Any]) -> None:

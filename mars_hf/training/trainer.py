@@ -219,6 +219,7 @@ class TrainerWithMars(_Base):
         """Return the micro-batches of a step from Trainer, and keep them for the stale pass."""
         if self._taken_over is not None and not self.is_deepspeed_enabled:  # whose partitions keep their gradients
             self._taken_over.zero_grad()  # Trainer's model.zero_grad() leaves the weights of a loss out
+            self._taken_over.max_grad_norm = None  # a callback may set that of the arguments to 0: no clipping then
         batches, num_items = super().get_batch_samples(*args, **kwargs)
         self._stale_pass.buffer_batches(batches, num_items)
         return batches, num_items

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import equal, fused_and_plain, gpt2
+from helpers import equal, fused_and_plain, gpt2, logged
 from reference import Reference
 from torch import nn
 
@@ -144,6 +144,49 @@ def test_loading_into_other_groups_is_refused(other, message):
     optimizer.param_groups[0]["pattern"] = "b.*"
     with pytest.raises(ValueError, match=message):
         Mars(params).load_state_dict(optimizer.state_dict())
+
+
+class Two(nn.Module):
+    """Two layers of one shape, in either order."""
+
+    def __init__(self, names: str = "ab", frozen: str = "") -> None:
+        super().__init__()
+        for name in names:
+            setattr(self, name, nn.Linear(4, 4).requires_grad_(name != frozen))
+
+
+def saved_state(model: nn.Module) -> dict[str, Any]:
+    optimizer = mars_hf.create(model, lr=0.01)
+    train(nn.ParameterList(param for group in optimizer.param_groups for param in group["params"]), optimizer, 1)
+    return copy.deepcopy(optimizer.state_dict())
+
+
+def test_states_of_another_parameter_of_the_same_shape_are_refused():
+    with pytest.raises(ValueError, match=r"^param group 0 was saved with a\.weight in the place of b\.weight, "):
+        mars_hf.create(Two("ba"), lr=0.01).load_state_dict(saved_state(Two("ab")))
+
+
+def test_states_of_parameters_that_are_unknown_here_are_said():
+    """Adapters of other layers, or other layers frozen; it may also be a new name."""
+    saved = saved_state(Two(frozen="b"))
+    lines = logged(lambda: mars_hf.create(Two(frozen="a"), lr=0.01).load_state_dict(saved))
+    assert len(lines) == 1 and lines[0].startswith("2 parameters take the states of other names, b.weight that of a.w")
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, lambda model: nn.ModuleList([model]), lambda model: model])
+def test_wrappers_around_a_model_are_no_other_names(wrap):
+    saved = saved_state(Two())
+    assert logged(lambda: mars_hf.create(wrap(Two()), lr=0.01).load_state_dict(saved)) == []
+
+
+@pytest.mark.parametrize(
+    ("frozen", "settings", "now"),
+    [("b", {}, "[1, 1]"), ("", {"param_rules": [("a.weight", {"lr": 1.0})]}, "[1, 2, 1]")],
+)
+def test_another_number_of_parameters_is_not_called_resized(frozen, settings, now):
+    message = f"^this state is of param groups with [2, 2] parameters, and the optimizer's have {now}: other layers "
+    with pytest.raises(ValueError, match=message.replace("[", r"\[")):
+        mars_hf.create(Two(frozen=frozen), lr=0.01, **settings).load_state_dict(saved_state(Two()))
 
 
 @pytest.mark.parametrize("of_machine", [None, False])

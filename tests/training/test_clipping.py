@@ -88,6 +88,18 @@ def test_parity_with_trainer(tmp_path, max_grad_norm, unfreeze, norms):
     assert watch.norms == norms
 
 
+class EndClipping(TrainerCallback):
+    """Clip in the first steps alone, as through a warmup."""
+
+    def on_step_begin(self, args, state, control, **_):
+        args.max_grad_norm = 0.05 if state.global_step < 3 else 0.0
+
+
+def test_clipping_that_ends_in_training(tmp_path):
+    watch = compare_with_trainer(tmp_path, EndClipping())
+    assert watch.norms == [0.05] * 3 + [None] * 3
+
+
 class ClipByValue(TrainerCallback):
     """Clip each element, and record the largest norm that it has seen."""
 
