@@ -37,10 +37,10 @@ ROOT = PACKAGE.parent
 # Files, and lines with C++.
 COMPARE = "mars_hf/compare"
 ROOMS = {
-    "mars_hf": (62, 14_940),
+    "mars_hf": (62, 14_960),
     COMPARE: (16, 2_385),
     "recipes": (23, 2_860),
-    "tests": (110, 29_030),
+    "tests": (110, 29_080),
     "benchmarks": (14, 3_100),
 }
 MOST_SETTINGS, MOST_PUBLIC_NAMES = 32, 9
