@@ -397,9 +397,10 @@ class Mars(torch.optim.Optimizer):
 
         Raises:
             ValueError: the state belongs to another optimizer, to groups with another role, rule or form, or to
-                parameters of another shape, or its 8-bit codes have lost their scales; nothing has been changed then.
+                parameters of another shape, number or order, or its 8-bit codes have lost their scales; nothing has
+                been changed then.
         """
-        kept = ("max_grad_norm", "fused", "state_dtype", *_OF_MODEL)  # of the running loop, machine and model
+        kept = ("max_grad_norm", "fused", "state_dtype", "param_names", *_OF_MODEL)  # of the loop, machine and model
         kept_settings = [{key: group[key] for key in kept if key in group} for group in self.param_groups]
         loaded: dict[str, Any] = {}
         before = self.param_groups
