@@ -1,7 +1,7 @@
 """Read the published comparisons and searches of benchmarks/results, for the pages' tests and figures.
 
-They were run before `python -m mars_hf compare`, which now runs the plans in benchmarks/plans. A difference of two arms
-is paired by seed, with the 95% interval of Student's t over the seeds of both.
+Most were run before `python -m mars_hf compare`, which now runs the plans in benchmarks/plans. A difference of two arms
+is paired by seed, with the 95% interval of Student's t over the seeds of both. `findings` reads those of the command.
 """
 
 from __future__ import annotations
@@ -17,9 +17,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy.stats import ttest_rel
 
+from mars_hf.compare import differences as compared
 from mars_hf.compare import page
 from mars_hf.compare.differences import holm, steps_to
+from mars_hf.compare.metric import Metric
 from mars_hf.compare.plan import Plan
+from mars_hf.compare.verdict import Findings
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PLANS = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "plans"
@@ -81,6 +84,17 @@ def read(name: str) -> dict[str, Any]:
     """Return a file of benchmarks/results."""
     result: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return result
+
+
+def findings(name: str, title: str = "") -> Findings:
+    """Return what the comparison.json of a `python -m mars_hf compare` holds; `title` is for its picture."""
+    result, members = read(name), []
+    for run in result["runs"]:
+        unknown = {key: math.nan for key in ("seconds_per_step", "memory") if run[key] is None}
+        members.append(compared.FinishedRun(**{**run, **unknown}))
+    searched = {arm: {row["rate"]: row["values"] for row in rows} for arm, rows in result["search"].items()}
+    best = {run.arm: run.rate for run in members}
+    return Findings(title, Metric(**result["metric"]), next(iter(result["arms"])), members, searched, best)
 
 
 def further_runs(search: str) -> list[FinishedRun]:

@@ -32,9 +32,6 @@ import published  # noqa: E402 (needs the line above)
 from published import by_contender, further_runs, runs  # noqa: E402
 
 from mars_hf.compare import picture  # noqa: E402
-from mars_hf.compare.differences import FinishedRun  # noqa: E402
-from mars_hf.compare.metric import Metric  # noqa: E402
-from mars_hf.compare.verdict import Findings  # noqa: E402
 
 IMAGES = ROOT / "docs" / "images"
 NAMES = {"adamw": "AdamW", "nadamw": "NAdamW", "mars_adamw": "MARS-AdamW", "muon": "Muon", "mars_m": "MARS-M"}
@@ -157,13 +154,16 @@ def draw_finetuning() -> Figure:
 
 def draw_compare() -> Figure:
     """Show what `python -m mars_hf compare` draws for the example of its page."""
-    result = published.read("compare_minimal")
-    members = [FinishedRun(**run) for run in result["runs"]]
-    searched = {arm: {row["rate"]: row["values"] for row in rows} for arm, rows in result["search"].items()}
-    baseline, *others = result["arms"]
-    title = f"{' and '.join(others)} against {baseline} on pretrain_minimal.py: 0.1M parameters, 100 steps, 3 seeds"
-    best = {run.arm: run.rate for run in members}
-    return picture.figure_of(Findings(title, Metric(**result["metric"]), baseline, members, searched, best))
+    _, *others = published.read("compare_minimal")["arms"]
+    what = f"{' and '.join(others)} against adamw_torch on pretrain_minimal.py"
+    title = f"{what}: 0.1M parameters, 100 steps, 3 seeds"
+    return picture.figure_of(published.findings("compare_minimal", title))
+
+
+def draw_longer_finetuning() -> Figure:
+    """Show the comparison of 200 steps on SmolLM2."""
+    title = "SmolLM2-135M with LoRA on the King James Bible: 200 steps of 512 tokens, 3 new seeds"
+    return picture.figure_of(published.findings("smollm2_long_kjv", title))
 
 
 def weights_of_past_gradients(beta1: float, gamma: float, length: int) -> np.ndarray:
@@ -319,6 +319,7 @@ FIGURES = {
     "betas.png": draw_betas,
     "controls.png": draw_controls,
     "finetuning.png": draw_finetuning,
+    "finetuning_longer.png": draw_longer_finetuning,
     "compare.png": draw_compare,
     "weights_of_past_gradients.png": draw_weights,
     "lag_and_noise.png": draw_lag_and_noise,

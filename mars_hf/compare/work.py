@@ -96,8 +96,9 @@ class Work:
             if run is None or (self.max_runs is not None and self._started >= self.max_runs):
                 return
             self._started += 1
-            self._bar.set_description(run.name)
             self._in_flight[slot] = run, run.start(self.environment(slot))
+            self._bar.total = max(self._bar.total, self._bar.n + len(self._in_flight))
+            self._bar.set_description(run.name)
 
     def _next_run(self) -> Run | None:
         """Return what to start next; one that a killed comparison has left training is waited for, and counts."""
@@ -126,7 +127,6 @@ class Work:
             done = run.finished(metric)
             assert done is not None
             text = "diverged" if math.isnan(done.value) else f"{metric.shown_name} {done.value:.4f}"
-        self._bar.total = max(self._bar.total, self._bar.n + 1)
         self._bar.update()
         self._bar.write(f"{run.name}: {text} ({run.result['seconds']:.0f} s)")
         if metric is None:

@@ -137,6 +137,51 @@ def test_runs_of_the_plan(name):
             assert numbers == pytest.approx({key: against[key] for key in numbers}, rel=1e-6), row
 
 
+# Comparisons by `python -m mars_hf compare` on the page about fine-tuning: the text of each.
+FINETUNED_LONGER = {"smollm2_long_kjv": "Bible"}
+ARMS = {"adamw 0.9": "AdamW", "adamw 0.8": "AdamW, `beta1` 0.8", "mars_adamw": "mars-adamw", "mars_m": "mars-m"}
+
+
+@pytest.mark.parametrize("name", FINETUNED_LONGER)
+def test_page_shows_the_longer_fine_tuning(name):
+    """The runs are those of the plan, at the best rates of its search, and the page has what follows from them."""
+    found, plan, result = published.findings(name), published.plan("smollm2-long"), published.read(name)
+    assert [arm.name for arm in plan.arms] == list(found.search) == list(ARMS)
+    assert {(run.arm, run.seed) for run in found.runs} == {(arm, seed) for arm in ARMS for seed in plan.seeds}
+    assert result["search_seeds"] == plan.search_seeds and not found.doubts()
+    gaps = {gap.arm: gap for gap in found.gaps}
+    page = (ROOT / "docs" / "finetuning.md").read_text(encoding="utf-8").splitlines()
+    for arm, by_rate in found.search.items():
+        tried = {rate: statistics.mean(values) for rate, values in by_rate.items() if len(values) == 2}
+        best = min(tried, key=tried.get)
+        assert {best / 2, best * 2} <= by_rate.keys()
+        runs = found.arms[arm]
+        assert {run.rate for run in runs} == {best}
+        assert all(tuple(run.curve[-1]) == (200, run.value) for run in runs)
+        loss = statistics.mean(run.value for run in runs)
+        cells = [FINETUNED_LONGER[name], ARMS[arm], f"{best:g}", f"{loss:.3f}"]
+        gap = gaps.get(arm)
+        cells.append("" if gap is None else f"{gap.mean:+.3f} ± {gap.half:.3f}, {'yes' if gap.is_shown else 'no'}")
+        assert f"| {' | '.join(cells)} |".replace("|  |", "| |") in page
+
+
+def test_page_tells_the_seeds_of_the_longer_fine_tuning():
+    found, page = published.findings("smollm2_long_kjv"), (ROOT / "docs" / "finetuning.md").read_text(encoding="utf-8")
+    base = {run.seed: run.value for run in found.arms["adamw 0.9"]}
+    less = {arm: sorted(run.value - base[run.seed] for run in found.arms[arm]) for arm in ARMS}
+    of_mars_m, of_mars_adamw = less["mars_m"], less["mars_adamw"]
+    lines = [
+        f"mars-m end {-of_mars_m[-1]:.3f} to {-of_mars_m[0]:.3f} below AdamW's, those of mars-adamw between "
+        f"{-of_mars_adamw[0]:.3f} below and {of_mars_adamw[-1]:.3f} above. Three seeds would have shown "
+        f"{max(gap.would_show for gap in found.gaps if gap.arm != 'adamw 0.8'):.3f}.",
+        "its two seeds end at {:.2f} and {:.2f}.".format(*sorted(found.search["adamw 0.8"][0.0128])),
+        f"one of three new seeds ends {less['adamw 0.8'][-1]:.3f} above AdamW with 0.9",
+    ]
+    assert all(line in " ".join(page.split()) for line in lines)
+    rates = {run.rate / 2e-4 for run in found.runs}
+    assert f"still {min(rates):g} to {max(rates):g} times the usual 2e-4" in page
+
+
 @pytest.mark.parametrize("name", SHIPPED)
 def test_pages_show_every_arm(name):
     """Arms along an axis as the grid of their losses, others with their differences to the baseline."""
