@@ -130,6 +130,8 @@ SAMPLED = {
     "tests/distributed/test_ranks_in_threads.py::test_error_of_one_rank_stops_all": 3,
     "tests/distributed/test_ranks_in_threads.py::test_ranks_agree_on_what_rests": 8,
     "tests/distributed/test_ranks_in_threads.py::test_shared_matrices": 6,
+    "tests/kernels/test_gpu.py::test_states_in_8_bits_compile_without_spills": 3,
+    "tests/kernels/test_symmetric.py::test_compiles_without_spills": 4,
     "tests/recipes/test_paper_configs.py::test_groups_of_every_optimizer": 2,
     "tests/recipes/test_paper_configs.py::test_paper_configs_averaged_gradients": 3,
     "tests/step/test_coded.py::test_formulas_in_8_bits": 4,

@@ -225,6 +225,7 @@ def test_enums_of_the_source():
     assert f"enum Type {{ ABSENT, {', '.join(types)} }};" in source and list(compiled.TYPES.values()) == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow  # compiles
 @pytest.mark.parametrize("arithmetic", compiled.ARITHMETICS)
 def test_states_in_8_bits_without_avx2(monkeypatch, arithmetic):
     """The vectors of the compiler stand for those of the processor."""
