@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> SFTTrainer:
         data = load_dataset(script.dataset_name, script.dataset_config, streaming=script.dataset_streaming)
     missing = {script.dataset_train_split, script.dataset_test_split} - data.keys()
     if script.dataset_train_split in missing or (missing and script.dataset_streaming):
-        raise SystemExit(f"the data set lacks the split {' and '.join(missing)}; it has {', '.join(data)}")
+        raise SystemExit(f"the data set lacks the split {' and '.join(sorted(missing))}; it has {', '.join(data)}")
     if missing:  # hold rows out
         data = data[script.dataset_train_split].train_test_split(0.05, seed=0)
         script.dataset_train_split, script.dataset_test_split = data

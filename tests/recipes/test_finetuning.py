@@ -146,7 +146,7 @@ def test_data_that_cannot_train(base, data, tmp_path):
             [*short, "--block_size", 65],
             "--block_size 65 is more than the 64 tokens of the model's context",
         ),
-        (sft_lora, [*body, "--dataset_train_split", "one"], "lacks the split one; it has train|one and test"),
+        (sft_lora, [*body, "--dataset_train_split", "one"], "lacks the split one and test; it has train"),
         (sft_lora, [*body, "--dataset_streaming", "true"], "lacks the split test; it has train"),
         (finetune_vit, ["--dataset_name", one_image], "needs a column 'image', and 'label' of type ClassLabel"),
     ):
