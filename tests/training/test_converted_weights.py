@@ -188,10 +188,9 @@ def test_weights_that_are_read_back_wrong(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("one_in", [4, pytest.param(1, marks=pytest.mark.soak)])
-def test_every_family_that_transformers_converts(tmp_path, one_in):
+def test_every_family_that_transformers_converts(tmp_path):
     wrong, were_wrong, stopped, seen, not_made = {}, set(), set(), set(), set()
-    for model_type, kinds in list(classes_by_type().items())[::one_in]:
+    for model_type, kinds in classes_by_type().items():
         kind = kinds[0]
         on_meta = small_model(kind)
         if on_meta is None:
@@ -219,4 +218,4 @@ def test_every_family_that_transformers_converts(tmp_path, one_in):
     print(f"{len(seen)} classes, {len(were_wrong)} wrong before, stopped {stopped}, not made {not_made}")
     assert wrong == {}
     assert stopped <= STOPPED
-    assert len(seen) > 140 / one_in and len(were_wrong) > 110 / one_in
+    assert len(seen) > 140 and len(were_wrong) > 110
