@@ -154,9 +154,8 @@ def draw_finetuning() -> Figure:
 
 def draw_compare() -> Figure:
     """Show what `python -m mars_hf compare` draws for the example of its page."""
-    _, *others = published.read("compare_minimal")["arms"]
-    what = f"{' and '.join(others)} against adamw_torch on pretrain_minimal.py"
-    title = f"{what}: 0.1M parameters, 100 steps, 3 seeds"
+    baseline, *others = published.read("compare_minimal")["arms"]
+    title = f"{' and '.join(others)} against {baseline} on pretrain_minimal.py: 0.1M parameters, 100 steps, 3 seeds"
     return picture.figure_of(published.findings("compare_minimal", title))
 
 

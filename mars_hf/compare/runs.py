@@ -108,12 +108,12 @@ class Run:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         then, now = _flat(content["order"]), _flat(self.order.what_trains())
         changed = [name for name in {**now, **then} if then.get(name) != now.get(name)]
-        if "text_hash" in changed and content["state"] in _ENDED:
-            raise ValueError(
-                f"{self.folder} holds a run of {self.order.script} before it was edited: give another --output_dir, or "
-                "the script as it was"
-            )
         if changed and content["state"] in _ENDED:
+            if "text_hash" in changed:
+                raise ValueError(
+                    f"{self.folder} holds a run of {self.order.script} before it was edited: give another "
+                    "--output_dir, or the script as it was"
+                )
             name = changed[0]
             texts = json.dumps(then.get(name)), json.dumps(now.get(name))
             # Long lists may differ far behind.
