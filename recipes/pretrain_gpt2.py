@@ -44,6 +44,7 @@ def train(argv: list[str] | None = None, prepare: Callable[[PretrainingTrainer],
     """Train and return the run's arguments; `prepare` gets the Trainer before it trains. See `main`."""
     run = arguments.parse(argv)
     processes.check(run.training)
+    processes.tell_of_idle_gpu(run.training)
     run.check_tokens()
     output = Path(str(run.training.output_dir))
     with contextlib.ExitStack() as stack:

@@ -39,7 +39,7 @@ COMPARE = "mars_hf/compare"
 ROOMS = {
     "mars_hf": (62, 14_960),
     COMPARE: (16, 2_385),
-    "recipes": (23, 2_860),
+    "recipes": (23, 2_870),
     "tests": (110, 29_150),
     "benchmarks": (14, 3_100),
 }

@@ -164,13 +164,13 @@ def parser() -> argparse.ArgumentParser:
     add("--plan", metavar="FILE", help="YAML with arms and more, in place of --optim; see docs/compare.md")
     about = "TrainingArguments of all runs: max_steps=200"
     add("--set", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=about)
-    about = "of the evaluations; default: the script's metric_for_best_model, or eval_loss; loss: that of training"
+    about = "of the evaluations; default: the script's metric_for_best_model, or eval_loss; `loss` is that of training"
     add("--metric", metavar="NAME", help=about)
-    add("--greater_is_better", action="store_true", help="of --metric")
+    add("--greater_is_better", action="store_true", help="a higher value of --metric is better")
 
     add = found.add_argument_group("how sure, and how long").add_argument
     add("--seeds", type=int, metavar="COUNT", help="new seeds at the best rates; default: 3")
-    about = "the first brackets the best rate, all choose among the best three; default: 42 43 44"
+    about = "the first finds the best rate, and all choose among the best three; default: 42 43 44"
     add("--search_seeds", type=int, nargs="+", metavar="SEED", help=about)
     about = "the first rates alone: numbers, and no verdict"
     add("--no_search", dest="search_seeds", action="store_const", const=(), help=about)

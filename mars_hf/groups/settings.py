@@ -210,7 +210,7 @@ _TABLE = (
         "lr_1d",
         None,
         _or_none(_RATE),
-        "Rate of what takes AdamW; left out: lr / 2, with mars-m lr.",
+        "Learning rate of what takes AdamW; left out: lr / 2, and lr with mars-m.",
         "1d",
         _UNDER_ADAMW,
     ),

@@ -41,9 +41,9 @@ class LastGradientCallback(TrainerCallback):
 
     Every Trainer made after `create`, `factory`, `register` or MarsTrainer has one. Passing it also demands that the
     run has a Mars, or the one given. It logs one line about the groups on rank 0, calls `Mars.update_last_grad()` after
-    each step, and adds `mars/clip_fraction`, `mars/corrected_norm_ratio`, `mars/grad_cosine` and `mars/update_rms` of
-    the step just taken (`metrics.StepMetrics.read` defines them) to every log line with a training loss. Only steps
-    that will be logged are measured; with `logging_strategy="epoch"` all.
+    each step, and adds up to five `mars/` metrics of the step just taken (`metrics.StepMetrics.read` defines them) to
+    every log line with a training loss. Only steps that will be logged are measured; with `logging_strategy="epoch"`
+    all.
 
     Args:
         optimizer: the Mars that must be the one that steps; None accepts any Mars.

@@ -145,7 +145,7 @@ def test_rates_of_fine_tuning_on_readme():
         chosen = {"text": "kjv", "mode": "all", "optim": optim, "seed": 100}.items()
         losses[optim] = {run["learning_rate"]: run["eval_loss"] for run in runs if chosen <= run.items()}
     near, best = losses["mars_m"][2e-5], min(losses["mars_m"], key=losses["mars_m"].get)
-    text = f"at 2e-5 mars-m ended at {near:.2f} where AdamW ended at {losses['adamw(0.9)'][2e-5]:.2f}. The best rate of"
+    text = f"at 2e-5, mars-m ended at {near:.2f} and AdamW at {losses['adamw(0.9)'][2e-5]:.2f}. The best rate of"
     assert f"{text} mars-m there was {best:.1e}.".replace("e-0", "e-") in words_of(ROOT / "README.md")
 
 

@@ -161,6 +161,13 @@ def test_processes_that_do_not_know_of_each_other_stop(monkeypatch):
         processes.check(SimpleNamespace(world_size=1))
 
 
+@pytest.mark.parametrize(("use_cpu", "has_gpu", "lines"), [(True, True, 1), (True, False, 0), (False, True, 0)])
+def test_run_on_the_cpu_tells_of_an_idle_gpu(monkeypatch, capsys, use_cpu, has_gpu, lines):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    processes.tell_of_idle_gpu(SimpleNamespace(use_cpu=use_cpu, process_index=0))
+    assert capsys.readouterr().out.count("--use_cpu false trains there") == lines
+
+
 def test_threads_of_a_launched_run(monkeypatch):
     """A launcher gives its worker OMP_NUM_THREADS=1 where the user has not set it."""
     found, training = [], SimpleNamespace(device=torch.device("cpu"))

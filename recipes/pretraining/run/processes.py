@@ -38,6 +38,12 @@ def check(training: TrainingArguments) -> None:
         )
 
 
+def tell_of_idle_gpu(training: TrainingArguments) -> None:
+    """Print a line if a GPU stays idle, as configs of small jobs have it."""
+    if training.use_cpu and torch.cuda.is_available() and training.process_index == 0:
+        print("this run trains on the CPU, and a GPU is idle: --use_cpu false trains there", flush=True)
+
+
 def on_main(training: TrainingArguments, work: Callable[[], T]) -> T:
     """Return what `work` returns on the main process; what it refuses ends every process."""
     result: list[Any] = [None, None]
