@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -159,10 +160,10 @@ def draw_compare() -> Figure:
     return picture.figure_of(published.findings("compare_minimal", title))
 
 
-def draw_longer_finetuning() -> Figure:
-    """Show the comparison of 200 steps on SmolLM2."""
-    title = "SmolLM2-135M with LoRA on the King James Bible: 200 steps of 512 tokens, 3 new seeds"
-    return picture.figure_of(published.findings("smollm2_long_kjv", title))
+def draw_longer_finetuning(name: str, text: str) -> Figure:
+    """Show a comparison of 200 steps on SmolLM2."""
+    title = f"SmolLM2-135M with LoRA on {text}: 200 steps of 512 tokens, 3 new seeds"
+    return picture.figure_of(published.findings(name, title))
 
 
 def weights_of_past_gradients(beta1: float, gamma: float, length: int) -> np.ndarray:
@@ -318,7 +319,8 @@ FIGURES = {
     "betas.png": draw_betas,
     "controls.png": draw_controls,
     "finetuning.png": draw_finetuning,
-    "finetuning_longer.png": draw_longer_finetuning,
+    "finetuning_longer.png": partial(draw_longer_finetuning, "smollm2_long_kjv", "the King James Bible"),
+    "finetuning_longer_headers.png": partial(draw_longer_finetuning, "smollm2_long_headers", "C++ headers"),
     "compare.png": draw_compare,
     "weights_of_past_gradients.png": draw_weights,
     "lag_and_noise.png": draw_lag_and_noise,
