@@ -645,11 +645,17 @@ class Mars(torch.optim.Optimizer):
         """
         if not self.has_previous_params:
             raise RuntimeError("there are no previous parameters: they are kept by step(), with is_approx=False")
-        exact.exchange_params(self.param_groups, self.state)
+        self._exchange_params()
         try:
             yield
         finally:
-            exact.exchange_params(self.param_groups, self.state)
+            self._exchange_params()
+
+    def _exchange_params(self) -> None:
+        """Exchange x_t and x_{t-1}, also for a model whose last forward pass, an evaluation, has gathered shards."""
+        if self._watch is not None:
+            self._watch.reshard()
+        exact.exchange_params(self.param_groups, self.state)
 
     def update_previous_grad(self) -> None:
         """Keep a copy of the gradients as the stale ones of this batch; a no-op in approx mode.

@@ -44,6 +44,21 @@ def require_known_parts(param: Tensor) -> None:
         )
 
 
+def is_fully_sharded(module: nn.Module) -> bool:
+    """Return whether `fully_shard` has been called on a module; its class is not imported for this."""
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
+def reshard(model: nn.Module) -> None:
+    """Drop the whole parameters that `fully_shard` keeps after a forward pass without a backward pass.
+
+    Until then they take the place of the shards, and what a step or an exchange writes into those does not reach them.
+    """
+    for module in model.modules():
+        if is_fully_sharded(module):
+            module.reshard()
+
+
 class Shards:
     """Find the ShardSpec of every tensor in a step.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from mars_hf.distributed.shards import ModelRef
+from mars_hf.distributed.shards import ModelRef, is_fully_sharded, reshard
 from mars_hf.distributed.tensors import is_dtensor
 from mars_hf.groups.param_groups import param_groups, params_of, split_by_model
 from mars_hf.groups.settings import MODEL_DEFAULTS, expand
@@ -25,7 +25,7 @@ class ModelWatch:
         self.reference = _reference_to(model)
         self._decayed = decayed
         self._unsharded = _names_unsharded(model)
-        self._was_sharded = any(_is_fully_sharded(module) for module in model.modules())
+        self._was_sharded = any(is_fully_sharded(module) for module in model.modules())
         self._steps = 0
         # Identities, as references would keep what others free.
         self._known = {id(param) for param in [*model.parameters(), *params]}
@@ -99,6 +99,12 @@ class ModelWatch:
             "another optimizer trains them, hand them to optimizer.add_param_group"
         )
 
+    def reshard(self) -> None:
+        """Let the model read what is written into its shards."""
+        model = self.reference()
+        if model is not None:
+            reshard(model)
+
     def _require_known_sharding(self, others: Iterable[tuple[str, Tensor]]) -> None:
         """Raise RuntimeError if parameters have become DTensors since `create`, which the optimizer lacks."""
         replaced = [name for name, param in others if name in self._unsharded and is_dtensor(param)]
@@ -139,8 +145,3 @@ def _names_unsharded(model: nn.Module) -> frozenset[str]:
     """Return the names of trainable parameters that `fully_shard` has not sharded yet."""
     trainable = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     return frozenset(name for name, param in trainable if not is_dtensor(param))
-
-
-def _is_fully_sharded(module: nn.Module) -> bool:
-    """Return whether `fully_shard` has been called on a module; its class is not imported for this."""
-    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)

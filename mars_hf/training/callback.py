@@ -11,11 +11,13 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from accelerate.state import AcceleratorState
 from accelerate.state import is_initialized as accelerate_is_initialized
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 from transformers.trainer import Trainer
 from transformers.trainer_callback import DefaultFlowCallback, TrainerCallback, TrainerControl, TrainerState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, IntervalStrategy
@@ -34,6 +36,10 @@ from mars_hf.training import converted_weights, guard, hub
 OPTIM_NAMES = {**{rule.replace("-", "_"): rule for rule in MARS_TYPES}, "mars_muon": MUON}
 if MUON not in [member.value for member in OptimizerNames]:  # a later transformers may have its own
     OPTIM_NAMES[MUON] = MUON
+
+
+# Of `state_dict`, by the Mars that a run has.
+_HOOKS: WeakKeyDictionary[Mars, RemovableHandle] = WeakKeyDictionary()
 
 
 class LastGradientCallback(TrainerCallback):
@@ -67,7 +73,6 @@ class LastGradientCallback(TrainerCallback):
         self.optimizer = optimizer
         self.required = required
         self._mars: Mars | None = None
-        self._hooks: list[Any] = []  # of its `state_dict`, in training
         self._known_missing = ""
         self._known_missing_of_loss = ""
         self._has_seen_loss = False  # its first backward in this run
@@ -82,8 +87,8 @@ class LastGradientCallback(TrainerCallback):
         **kwargs: Any,
     ) -> None:
         """Find the Mars that will step, check it and log its settings, if the run has one or is to have one."""
+        _give_back_state(self._mars)  # of a run that was interrupted
         self._mars = None
-        self._remove_hooks()  # of a run that was interrupted
         has_mars = isinstance(guard.unwrap_optimizer(optimizer), Mars)
         if self.required or has_mars or _asks_for_mars(args, self.trainer):
             self._mars = guard.require_mars(optimizer, self.optimizer)
@@ -99,8 +104,9 @@ class LastGradientCallback(TrainerCallback):
         missing_states = guard.require_state_of(state, self._mars)
         if missing_states is not None:
             log.warning(missing_states)
+        _give_back_state(self._mars)  # that run may have had another callback
         if _saves_plain_states(self.trainer, self._mars):
-            self._hooks = [self._mars.register_state_dict_post_hook(name_steps)]
+            _HOOKS[self._mars] = self._mars.register_state_dict_post_hook(name_steps)
         if self.trainer is not None:
             hub.attach_card(self.trainer)
         if state.is_world_process_zero:
@@ -203,12 +209,7 @@ class LastGradientCallback(TrainerCallback):
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Write the card and mars.json; the optimizer's state is the user's again."""
         self.on_push_begin(args, state, control)
-        self._remove_hooks()
-
-    def _remove_hooks(self) -> None:
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
+        _give_back_state(self._mars)
 
     def _check_unfrozen(self, optimizer: Any, state: TrainerState) -> None:
         """Stop a run whose optimizer lacks layers that have been unfrozen; the owner of an instance is warned, once."""
@@ -255,6 +256,13 @@ class LastGradientCallback(TrainerCallback):
         if active != self._active:
             guard.require_parameters(optimizer, self._model)
             self._active = active
+
+
+def _give_back_state(mars: Mars | None) -> None:
+    """Let `state_dict` of an optimizer that a run had return what any other does."""
+    hook = None if mars is None else _HOOKS.pop(mars, None)
+    if hook is not None:
+        hook.remove()
 
 
 def attach_callback(trainer: Trainer) -> None:

@@ -12,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers.trainer import OPTIMIZER_NAME, OPTIMIZER_NAME_BIN, SCHEDULER_NAME
 
 from mars_hf import _compat, log
+from mars_hf.distributed.shards import reshard
 from mars_hf.distributed.tensors import shape_of
 from mars_hf.groups import saved_settings
 from mars_hf.groups.settings import check_arguments
@@ -316,6 +317,7 @@ def require_parameters(optimizer: Any, model: nn.Module) -> None:
 
 def missing_parameters(optimizer: Any, model: nn.Module) -> str:
     """Return which trainable parameters of the model Trainer's optimizer lacks, in words; empty if it has all."""
+    reshard(model)  # an evaluation leaves whole parameters in the place of shards
     param_ids = _ids_of_parameters(optimizer)
     trainable = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     missing = [(name, tuple(shape_of(param))) for name, param in trainable if id(param) not in param_ids]

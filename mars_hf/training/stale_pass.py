@@ -18,6 +18,7 @@ from transformers.trainer_callback import TrainerCallback, TrainerControl, Train
 from transformers.training_args import TrainingArguments
 
 from mars_hf.arithmetic.formulas import global_scale
+from mars_hf.distributed.shards import reshard
 from mars_hf.distributed.tensors import is_dtensor, local
 from mars_hf.optimizer import Mars
 from mars_hf.training.guard import unwrap_optimizer
@@ -75,6 +76,7 @@ class StalePass(TrainerCallback):
         self.clear()
         if not mars.has_previous_params:
             return
+        reshard(self._trainer.model_wrapped)  # a Mars of parameter groups does not know the model
         with mars.previous_params(), self._isolated_pass():
             for index, inputs in enumerate(batches):
                 self._pending.append(self._backward(inputs, last=index == len(batches) - 1))

@@ -67,15 +67,22 @@ def make_trainer(
     if engine == "tp":
         settings["per_device_train_batch_size"] = MICRO_BATCH
     arguments = training_arguments(str(folder), CASES["adamw"], zero, **settings)
-    mars = mars_hf.create(model, **SETTINGS, **(rule or {}), lr_1d=LR_1D, is_approx=False)
+    options: dict[str, Any] = {**SETTINGS, **(rule or {}), "lr_1d": LR_1D, "is_approx": False}
+    # One that evaluates makes its optimizer itself, and stops if that lacks parameters of the model.
+    if arguments.eval_strategy == "no":
+        made = {"optimizers": (mars_hf.create(model, **options), None)}
+    else:
+        made = {"mars_kwargs": options, "eval_dataset": rows()[:4]}
     kind = {"fsdp2": Fsdp2Trainer, "tp": DividedTrainer}.get(engine, mars_hf.MarsTrainer)
-    return kind(model, arguments, train_dataset=rows(), data_collator=default_data_collator, optimizers=(mars, None))
+    return kind(model, arguments, train_dataset=rows(), data_collator=default_data_collator, **made)
 
 
 def train(spec: str, folder: Path) -> dict[str, torch.Tensor]:
     name, accumulation, *flags = spec.split("-")
     engine, _, option = name.partition("_")
-    settings = {"ddp_static_graph": True} if option == "static" else {}
+    settings: dict[str, Any] = {"ddp_static_graph": True} if option == "static" else {}
+    if "evaluated" in flags:  # after each step; FSDP2 leaves a part of the model gathered
+        settings = {"eval_strategy": "steps", "eval_steps": 1, "learning_rate": SETTINGS["lr"]}
     if "resumed" in flags:
         make_trainer(engine, int(accumulation), folder, save_strategy="steps", save_steps=5).train()
         dist.barrier()
@@ -126,6 +133,8 @@ RUNS = (
     "ddp_static-1",
     "fsdp2-1",
     "fsdp2-4",
+    "ddp-1-evaluated",
+    "fsdp2-1-evaluated",
     "ddp-4-resumed",
     "fsdp2-1-resumed",
     "tp-2",

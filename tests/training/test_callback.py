@@ -340,3 +340,20 @@ def test_mars_and_a_checkpoint_of_another_optimizer(tmp_path, checkpoints):
         assert [row["learning_rate"] for row in rows] == [0.0, 5e-4, 1e-3, 1e-3][: len(steps)]
         state = guard.unwrap_optimizer(run.optimizer).state[run.model.transformer.wte.weight]
         assert state["step"] == len(steps) and state["last_grad"].any()
+
+
+class Interrupt(TrainerCallback):
+    """Press Ctrl-C after the first step."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        raise KeyboardInterrupt
+
+
+def test_optimizer_of_an_interrupted_run_trains_in_another_trainer(tmp_path):
+    model = gpt2()
+    optimizers = mars_hf.create(model, lr=1e-2), None
+    with pytest.raises(KeyboardInterrupt):
+        trainer(arguments(tmp_path), model, optimizers=optimizers, callbacks=[Interrupt()]).train()
+    trainer(arguments(tmp_path, **SAVES), model, optimizers=optimizers).train()
+    assert (tmp_path / "checkpoint-4" / "optimizer.pt").exists()
+    assert all(isinstance(state["step"], torch.Tensor) for state in optimizers[0].state_dict()["state"].values())
