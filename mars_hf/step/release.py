@@ -11,10 +11,10 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from mars_hf.distributed.tensors import is_dtensor
+from mars_hf.distributed.tensors import is_dtensor, local
 
 
 class Steppable(Protocol):
@@ -39,6 +39,8 @@ class GradientRelease:
         self._optimizer = weakref.ref(optimizer)  # parameters that outlive it keep their hooks
         self._step = weakref.WeakMethod(step)
         self._stepped: set[Tensor] = set()
+        # The largest absolute values of this step's gradients, if NonFiniteCallback has made it a list.
+        self.largest: list[Tensor] | None = None
         self._hooked = WeakTensorKeyDictionary()  # its keys; a mark on a parameter would be saved with the model
         self.hook()
 
@@ -52,6 +54,8 @@ class GradientRelease:
         """
         stepped = self._stepped
         self._stepped = set()
+        if self.largest is not None:
+            self.largest = []
         left = [param for param in self._params() if param.grad is not None]
         if not left:
             return bool(stepped)
@@ -88,6 +92,8 @@ class GradientRelease:
         if error is not None and not is_dtensor(param):
             raise error
         with torch.no_grad():
+            if self.largest is not None and local(param.grad).numel():
+                self.largest.append(nn.utils.get_total_norm([local(param.grad)], torch.inf))
             step(error)
         param.grad = None
         self._stepped.add(param)

@@ -15,6 +15,7 @@ from transformers.training_args import TrainingArguments
 
 from mars_hf import log
 from mars_hf.distributed.tensors import local
+from mars_hf.training.guard import unwrap_optimizer
 
 
 class NonFiniteError(RuntimeError):
@@ -51,9 +52,14 @@ class NonFiniteCallback(TrainerCallback):
         """Look at a "loss" or "gradient norm" when the step has been taken; MarsTrainer calls this."""
         self._values.append((name, local(torch.as_tensor(value).detach())))
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Count from zero."""
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **_: Any
+    ) -> None:
+        """Count from zero, and have released gradients looked at."""
         self._bad_in_a_row, self._values = 0, []
+        release = getattr(unwrap_optimizer(optimizer), "_release", None)
+        if release is not None:
+            release.largest = []
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, optimizer: Any = None, **_: Any
@@ -98,9 +104,12 @@ class NonFiniteCallback(TrainerCallback):
 
 
 def _largest_gradient(optimizer: Any) -> Tensor:
-    """Return the largest absolute value in all gradients of this rank."""
+    """Return the largest absolute value in all gradients of this rank, released ones too."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     grads = [local(param.grad) for param in params if param.grad is not None]
+    release = getattr(unwrap_optimizer(optimizer), "_release", None)
+    if release is not None:
+        grads += release.largest or []
     return nn.utils.get_total_norm([grad for grad in grads if grad.numel()], torch.inf)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
@@ -207,7 +206,11 @@ def _capture_random_state(device: torch.device) -> Callable[[], None]:
     ]
     if device.type not in ("cpu", "meta"):
         accelerator = torch.get_device_module(device)
-        kept.append((functools.partial(accelerator.set_rng_state, device=device), accelerator.get_rng_state(device)))
+        # DataParallel, and models with a device_map, draw on several devices. The states are in the CPU's memory.
+        if hasattr(accelerator, "get_rng_state_all"):
+            kept.append((accelerator.set_rng_state_all, accelerator.get_rng_state_all()))
+        else:  # torch.mps
+            kept.append((accelerator.set_rng_state, accelerator.get_rng_state()))
 
     def restore() -> None:
         for set_state, state in kept:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copyreg
 import functools
 import inspect
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -177,7 +178,12 @@ class TrainerWithMars(_Base):
         return mars.grad_norm
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """Return the norm as Trainer does; NonFiniteCallback looks at it, and at that of the stale gradient."""
+        """Return the norm as Trainer does; NonFiniteCallback looks at it, and at that of the stale gradient.
+
+        None, which is not logged, if gradients are released: Trainer would take the norm of those that are left.
+        """
+        if self._taken_over is not None and self._taken_over._release is not None:
+            return None
         grad_norm = super()._get_grad_norm(model, grad_norm=grad_norm)
         for callback in self._callbacks_of(NonFiniteCallback):
             for norm in (grad_norm, self._stale_pass.norm):
@@ -188,6 +194,8 @@ class TrainerWithMars(_Base):
     def _can_clip_in_step(self, mars: Mars, model: Any) -> bool:
         # Exact MARS clips two gradients, and both the same way.
         if mars.is_exact or self.accelerator.scaler is not None:
+            return False
+        if math.isinf(self.args.max_grad_norm):  # the norm is logged, and nothing clipped
             return False
         if self._overrides_clipping() or self._somebody_sees_gradients(mars):
             return False
@@ -244,10 +252,10 @@ class MarsTrainer(TrainerWithMars, Trainer):
     them (DeepSpeed, FSDP).
 
     A Mars clips by `max_grad_norm` inside its step, in passes over the gradients that it makes anyway. Trainer's own
-    clipping applies with a gradient scaler (fp16), under DeepSpeed, in exact mode, if the optimizer lacks some of the
-    model's trainable parameters, and if something may look at gradients around the step: a callback with
-    `on_pre_optimizer_step` or `on_optimizer_step`, a hook or wrapper of the optimizer, an override of Trainer's
-    clipping. After `train()` the optimizer's own settings are restored.
+    clipping applies with a gradient scaler (fp16), under DeepSpeed, in exact mode, for a norm of infinity, if the
+    optimizer lacks some of the model's trainable parameters, and if something may look at gradients around the step: a
+    callback with `on_pre_optimizer_step` or `on_optimizer_step`, a hook or wrapper of the optimizer, an override of
+    Trainer's clipping. After `train()` the optimizer's own settings are restored.
 
     It has a LastGradientCallback, and a NonFiniteCallback unless `callbacks` has one.
 

@@ -164,8 +164,12 @@ def test_release_gradients_in_trainers(own, tmp_path):
         given: dict[str, Any] = {"mars_kwargs": {"release_gradients": releases}}
         if not own:
             given = {"optimizers": (mars_hf.create(model, lr=0.01, release_gradients=releases), None)}
-        (mars_trainer if own else trainer)(args, model, **given).train()
+        run = (mars_trainer if own else trainer)(args, model, **given)
+        run.train()
         ends.append(model.state_dict())
+        norms = [row["grad_norm"] for row in run.state.log_history if "grad_norm" in row]
+        if own:
+            assert len(norms) == (0 if releases else 4)  # those of released gradients are unknown, and not 0
     assert equal(*ends)
 
 

@@ -77,6 +77,7 @@ def compare_with_trainer(folder: Path, unfreeze: Any = None, checkpoint: Path | 
         (1e3, None, [1e3] * 6),
         (0.1, Unfreeze(told=True), [0.1] * 6),
         (0.1, Unfreeze(told=False), [0.1, 0.1, *[None] * 4]),
+        (float("inf"), None, [None] * 6),
     ],
 )
 def test_parity_with_trainer(tmp_path, max_grad_norm, unfreeze, norms):

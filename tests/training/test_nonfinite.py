@@ -45,12 +45,13 @@ def rows(poison: dict[int, int], batches: int = 24) -> Any:
 def make(
     folder: Path, poison: dict[int, int], *callbacks: Any, kind: type = mars_hf.MarsTrainer, **settings: Any
 ) -> Trainer:
-    batches, is_approx, lr = settings.pop("batches", 24), settings.pop("is_approx", True), settings.pop("lr", 1e-2)
+    batches = settings.pop("batches", 24)
+    of_mars = {name: settings.pop(name) for name in ("lr", "is_approx", "release_gradients") if name in settings}
     torch.manual_seed(0)
     model = Model(gpt2().config)
     defaults = {"per_device_train_batch_size": 2, "train_sampling_strategy": "sequential", "max_steps": 8}
     args = arguments(folder, **{**defaults, "remove_unused_columns": False, **settings})
-    optimizers = (mars_hf.create(model, lr=lr, eps=1e-6, is_approx=is_approx), None)
+    optimizers = (mars_hf.create(model, **{"lr": 1e-2, "eps": 1e-6, **of_mars}), None)
     given = {"train_dataset": rows(poison, batches), "data_collator": default_data_collator, "optimizers": optimizers}
     return kind(model, args, callbacks=list(callbacks), **given)
 
@@ -96,6 +97,15 @@ def test_gradient_is_reported_and_stops(tmp_path, reports, caplog, kind):
     assert lines[0] == "step 3: non-finite gradient norm nan (1 in a row, the run stops at 3)"
     logged = [record.message for record in caplog.records if "NaN" in record.message]  # without this callback, too
     assert logged[0] == "step 3: NaN gradients; lower the learning rate, check the data"
+
+
+@pytest.mark.parametrize("kind", [mars_hf.MarsTrainer, Trainer])
+def test_released_gradients_are_looked_at(tmp_path, reports, kind):
+    settings = {"release_gradients": True, "max_grad_norm": 0.0, "save_strategy": "steps", "save_steps": 1}
+    run = make(tmp_path, {2: GRADIENT}, NonFiniteCallback(1), kind=kind, **settings)
+    with pytest.raises(NonFiniteError, match="step 3: non-finite gradient norm nan"):
+        run.train()
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
 
 
 def test_loss_is_reported_and_good_steps_reset_the_count(tmp_path, reports):

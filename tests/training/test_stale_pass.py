@@ -189,6 +189,54 @@ def test_both_passes_draw_the_same_numbers(tmp_path, draw):
     assert not torch.equal(noted.pairs[1][0][0], noted.pairs[2][0][0])
 
 
+class Cuda:
+    """The generators of two devices, as torch.cuda has them."""
+
+    def __init__(self) -> None:
+        self.generators = [torch.Generator().manual_seed(seed) for seed in (1, 2)]
+
+    def draw(self) -> torch.Tensor:
+        return sum(torch.rand((), generator=generator) for generator in self.generators)
+
+    def get_rng_state(self, device=None):
+        return self.generators[0].get_state()
+
+    def set_rng_state(self, state, device=None):
+        self.generators[0].set_state(state)
+
+    def get_rng_state_all(self):
+        return [generator.get_state() for generator in self.generators]
+
+    def set_rng_state_all(self, states):
+        for generator, state in zip(self.generators, states, strict=True):
+            generator.set_state(state)
+
+
+class Mps:
+    """The generator of the one device, as torch.mps has it."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(1)
+
+    def draw(self) -> torch.Tensor:
+        return torch.rand((), generator=self.generator)
+
+    def get_rng_state(self, device="mps"):
+        return self.generator.get_state()
+
+    def set_rng_state(self, state, device="mps"):
+        self.generator.set_state(state)
+
+
+@pytest.mark.parametrize("kind", [Cuda, Mps])
+def test_both_passes_draw_the_same_numbers_on_all_devices(tmp_path, kind, monkeypatch):
+    """DataParallel, and models with a device_map, draw on several; torch.mps has one and no function for all."""
+    accelerator, capture = kind(), stale_pass._capture_random_state
+    monkeypatch.setattr(torch, "get_device_module", lambda _: accelerator)
+    monkeypatch.setattr(stale_pass, "_capture_random_state", lambda _: capture(torch.device(kind.__name__.lower(), 0)))
+    test_both_passes_draw_the_same_numbers(tmp_path, accelerator.draw)
+
+
 def test_stale_gradients_under_a_scaler_are_unscaled(tmp_path, monkeypatch):
     """Without clipping, which would hide a factor of long ones."""
     noted = FirstGradients()
