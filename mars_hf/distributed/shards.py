@@ -54,7 +54,8 @@ def reshard(model: nn.Module) -> None:
 
     Until then they take the place of the shards, and what a step or an exchange writes into those does not reach them.
     """
-    for module in model.modules():
+    modules: Iterable[Any] = model.modules()
+    for module in modules:
         if is_fully_sharded(module):
             module.reshard()
 

@@ -188,6 +188,9 @@ class LastGradientCallback(TrainerCallback):
         if self._mars is not None and "loss" in logs:
             self._check_unfrozen(optimizer, state)
             self._check_loss(optimizer, state)
+            if self._mars._release is not None:  # Trainer takes the norm of no gradients: 0
+                for line in (logs, *state.log_history[-1:]):
+                    line.pop("grad_norm", None)
             metrics = self._mars.pop_metrics()
             logs.update(metrics)
             if state.is_world_process_zero and math.isnan(logs.get("grad_norm", 0)):  # losses are logged without NaN

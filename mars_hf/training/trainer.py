@@ -180,7 +180,8 @@ class TrainerWithMars(_Base):
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """Return the norm as Trainer does; NonFiniteCallback looks at it, and at that of the stale gradient.
 
-        None, which is not logged, if gradients are released: Trainer would take the norm of those that are left.
+        None if gradients are released: Trainer would take the norm of those that are left, and the callback would not
+        look at the others.
         """
         if self._taken_over is not None and self._taken_over._release is not None:
             return None

@@ -168,8 +168,7 @@ def test_release_gradients_in_trainers(own, tmp_path):
         run.train()
         ends.append(model.state_dict())
         norms = [row["grad_norm"] for row in run.state.log_history if "grad_norm" in row]
-        if own:
-            assert len(norms) == (0 if releases else 4)  # those of released gradients are unknown, and not 0
+        assert len(norms) == (0 if releases else 4)  # those of released gradients are unknown, and not 0
     assert equal(*ends)
 
 
