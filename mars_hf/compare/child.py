@@ -74,6 +74,8 @@ class Child:
     def before_trainer(self, given: dict[str, Any]) -> None:
         """Look at what a Trainer is made of: its optimizer must be the arm's, and it should evaluate."""
         args, (optimizer, *_) = given.get("args"), given.get("optimizers") or (None,)
+        if optimizer is None:
+            optimizer = getattr(given["self"], "_given_optimizer", None)  # MarsTrainer keeps it from Trainer
         if optimizer is not None and "optim" in self.order.arm:
             raise Refused(
                 f"the script makes its own optimizer, {type(optimizer).__name__}, and hands it to its Trainer: no "
