@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import inspect
 import json
 import math
@@ -267,13 +266,11 @@ def main(argv: list[str]) -> None:
                 f"{order.script} was edited after the comparison began: bring back the script as it was, or compare "
                 "anew with another --output_dir"
             )
-        if not order.is_module:
+        if order.is_module:
+            runpy.run_module(order.script, run_name="__main__", alter_sys=True)
+        else:
             sys.path[0] = os.path.dirname(os.path.abspath(order.script))
             runpy.run_path(order.script, run_name="__main__")
-        elif importlib.util.find_spec(order.script) is None:
-            raise Refused(f"no such module: {order.script!r} (give a name that python -m can run)")
-        else:
-            runpy.run_module(order.script, run_name="__main__", alter_sys=True)
 
 
 def _one_line(text: str) -> str:
