@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import importlib.util
 import inspect
 import json
 import math
@@ -74,6 +73,8 @@ class Child:
     def before_trainer(self, given: dict[str, Any]) -> None:
         """Look at what a Trainer is made of: its optimizer must be the arm's, and it should evaluate."""
         args, (optimizer, *_) = given.get("args"), given.get("optimizers") or (None,)
+        if optimizer is None:
+            optimizer = getattr(given["self"], "_given_optimizer", None)  # MarsTrainer keeps it from Trainer
         if optimizer is not None and "optim" in self.order.arm:
             raise Refused(
                 f"the script makes its own optimizer, {type(optimizer).__name__}, and hands it to its Trainer: no "
@@ -265,13 +266,11 @@ def main(argv: list[str]) -> None:
                 f"{order.script} was edited after the comparison began: bring back the script as it was, or compare "
                 "anew with another --output_dir"
             )
-        if not order.is_module:
+        if order.is_module:
+            runpy.run_module(order.script, run_name="__main__", alter_sys=True)
+        else:
             sys.path[0] = os.path.dirname(os.path.abspath(order.script))
             runpy.run_path(order.script, run_name="__main__")
-        elif importlib.util.find_spec(order.script) is None:
-            raise Refused(f"no such module: {order.script!r} (give a name that python -m can run)")
-        else:
-            runpy.run_module(order.script, run_name="__main__", alter_sys=True)
 
 
 def _one_line(text: str) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import itertools
-import os
 import shlex
 import signal
 import sys
@@ -132,16 +131,12 @@ def _template(options: argparse.Namespace, arguments: list[str]) -> Order:
     """Return what all runs have in common.
 
     Raises:
-        ValueError: there is no such script.
+        ValueError: there is no such script or module.
     """
     from mars_hf.compare.order import Order, hash_of
 
-    launcher = shlex.split(options.launcher)
-    if options.module:
-        return Order(options.script, is_module=True, arguments=arguments, launcher=launcher)
-    if not os.path.isfile(options.script):
-        raise ValueError(f"no such script: {options.script!r} (give a path, or -m MODULE)")
-    return Order(options.script, text_hash=hash_of(options.script), arguments=arguments, launcher=launcher)
+    text_hash = hash_of(options.script, options.module)
+    return Order(options.script, options.module, text_hash, arguments, shlex.split(options.launcher))
 
 
 def parser() -> argparse.ArgumentParser:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import importlib.util
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +36,7 @@ class Order:
 
     script: str  # path, or the name of a module
     is_module: bool = False
-    text_hash: str = ""  # of the script, which may be edited between two runs; "" for a module
+    text_hash: str = ""  # of the script's or module's own file, which may be edited between two runs
     arguments: Sequence[str] = ()  # of the script's command line
     launcher: Sequence[str] = ()  # what starts a module; (): this Python
     folder: str = ""  # for result.json; the script's own output folder is `output` in it
@@ -55,7 +57,7 @@ class Order:
     @property
     def is_of_this_text(self) -> bool:
         """Return whether the script is as it was when the order was made."""
-        return self.is_module or self.text_hash == hash_of(self.script)
+        return self.text_hash == hash_of(self.script, self.is_module)
 
     def what_trains(self) -> dict[str, Any]:
         """Return all that decides a run's numbers: a finished run with another is not this run."""
@@ -108,6 +110,25 @@ class Order:
         )
 
 
-def hash_of(path: str) -> str:
-    """Return what tells a script from edited ones."""
+def hash_of(script: str, is_module: bool) -> str:
+    """Return what tells the file of a script or module from edited ones; packages around a module are imported.
+
+    Raises:
+        Refused: there is no such script or module.
+    """
+    path = _file_of(script) if is_module else script
+    if path is None or not os.path.isfile(path):
+        remedy = "a name that python -m can run" if is_module else "a path, or -m MODULE"
+        raise Refused(f"no such {'module' if is_module else 'script'}: {script!r} (give {remedy})")
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:16]
+
+
+def _file_of(module: str) -> str | None:
+    """Return the file that python -m runs, which is the __main__ of a package; None if there is none."""
+    try:
+        spec = importlib.util.find_spec(module)
+        if spec is not None and spec.submodule_search_locations is not None:
+            spec = importlib.util.find_spec(f"{module}.__main__")
+    except ImportError as error:
+        raise Refused(f"-m {module}: {type(error).__name__}: {error}") from error
+    return None if spec is None else spec.origin

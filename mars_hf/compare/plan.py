@@ -107,6 +107,7 @@ class Plan:
                 raise ValueError(f"pairs: unknown arm {name!r}; accepted: {', '.join(names)}")
         for arm in self.arms:
             self._check_arm(arm)
+        self._check_rates_in_flags()
         if both := set(self.search_seeds) & set(self.seeds):
             raise ValueError(f"seed {min(both)} is one of the search and of the comparison; those must differ")
         for name, seeds in (("seeds", self.seeds), ("search_seeds", self.search_seeds)):
@@ -115,6 +116,12 @@ class Plan:
         if not self.seeds:
             raise ValueError("--seeds: give one or more")
         _check_set(self.set, "--set ")
+
+    def _check_rates_in_flags(self) -> None:
+        """Raise ValueError for flags of the first run that name its rate: only a run tells the script's own."""
+        for name, value in {**self.arguments, **self.baseline.arguments, **self.further}.items():
+            if not self.baseline.first and isinstance(value, str) and ("{rate}" in value or "{twice}" in value):
+                raise ValueError(f"{name}: {value!r}: give arm {self.baseline.name} a `first`, the rate it begins at")
 
     def _check_arm(self, arm: Arm) -> None:
         register()

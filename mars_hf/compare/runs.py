@@ -8,13 +8,14 @@ import math
 import os
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from mars_hf.compare import files
 from mars_hf.compare.differences import FinishedRun
@@ -162,7 +163,7 @@ def _flat(order: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def spawn(command: list[str], log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    """Start a process that prints into a new log; a launcher's children get its signals, for they share its session."""
+    """Start a process that prints into a new log, in a session of its own: Ctrl-C reaches the comparison alone."""
     # Without an input: nobody would see the questions of a script, which would wait for ever.
     with log.open("wb") as file, open(os.devnull) as empty:
         out, error = file, subprocess.STDOUT
@@ -170,12 +171,16 @@ def spawn(command: list[str], log: Path, environment: dict[str, str]) -> subproc
 
 
 def stop(processes: list[subprocess.Popen[bytes]]) -> None:
-    """End processes and their children, gently first."""
-    for kind in (signal.SIGTERM, signal.SIGKILL):
-        for process in processes:
-            if process.poll() is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, kind)
+    """End processes and all below them, gently first: workers of a launcher may have sessions of their own."""
+    family: list[psutil.Process] = []
+    for process in [each for each in processes if each.poll() is None]:
+        with contextlib.suppress(psutil.Error):
+            found = psutil.Process(process.pid)
+            family += [found, *found.children(recursive=True)]
+    for end in (psutil.Process.terminate, psutil.Process.kill):
+        for each in family:
+            with contextlib.suppress(psutil.Error):
+                end(each)
         for process in processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_GRACE)

@@ -49,7 +49,9 @@ class Work:
         if self.jobs > 1:
             threads = max(1, (os.cpu_count() or 1) // self.jobs)
             more["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(threads))
-            with socket.socket() as free:  # launchers would all take the same port
+            # Launches would all take one port. torchrun and accelerate launch find a free one; mpirun needs a number.
+            more["PET_STANDALONE"] = os.environ.get("PET_STANDALONE", "1")
+            with socket.socket() as free:
                 free.bind(("", 0))
                 more["MASTER_PORT"] = str(free.getsockname()[1])
         return more

@@ -133,7 +133,7 @@ class LastGradientCallback(TrainerCallback):
 
     def _check_run(self, args: TrainingArguments, mars: Mars, optimizer: Any) -> None:
         """Raise RuntimeError if MARS would not train the model as it was asked to."""
-        guard.require_named_rule(mars, _named_rule(args))
+        guard.require_named_rule(mars, _named_rule(args), args.optim_args if self.optimizer_is_given else None)
         guard.require_scaled_losses(optimizer)
         guard.require_supplied_gradients(mars)
         guard.require_one_gradient(mars, args)

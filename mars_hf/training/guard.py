@@ -15,7 +15,7 @@ from mars_hf import _compat, log
 from mars_hf.distributed.shards import reshard
 from mars_hf.distributed.tensors import shape_of
 from mars_hf.groups import saved_settings
-from mars_hf.groups.settings import check_arguments
+from mars_hf.groups.settings import check_arguments, shown
 from mars_hf.optimizer import EXTENSIONS, Mars
 
 if TYPE_CHECKING:
@@ -103,13 +103,24 @@ def require_mars(optimizer: Any, expected: Mars | None) -> Mars:
     raise RuntimeError(f"the optimizer that would step is {name}; {_how_to_have_mars(inner, optimizer)}")
 
 
-def require_named_rule(mars: Mars, named: str | None) -> None:
-    """Raise RuntimeError if `optim` names another rule than the one that the given optimizer was created with."""
+def require_named_rule(mars: Mars, named: str | None, ignored: str | None) -> None:
+    """Raise RuntimeError if `optim` names another rule than the one that the given optimizer was created with.
+
+    Args:
+        mars: the optimizer that will step.
+        named: rule; None for another optimizer.
+        ignored: `optim_args` that do not reach it, because the Trainer was given the optimizer; None if they do.
+    """
     created = (mars.created_with or {}).get("mars_type")
     if None not in (named, created) and named != created:
         raise RuntimeError(
             f"optim names {named}, and the optimizer that is given to the Trainer, which would step, is {created}; "
             "leave one of them out"
+        )
+    if named is not None and ignored:
+        raise RuntimeError(
+            f"optim_args={shown(ignored)} does not reach the optimizer that is given to the Trainer, which would step; "
+            "move these settings to mars_hf.create, or leave the optimizer out"
         )
 
 

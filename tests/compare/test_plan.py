@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import os
+import sys
 from dataclasses import replace
 
 import pytest
@@ -81,6 +82,9 @@ def test_missing_packages_and_scripts(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert command.main(["nowhere.py"]) == 2
     assert "no such script: 'nowhere.py' (give a path, or -m MODULE)" in capsys.readouterr().err
+    for name, message in (("nowhere", "no such module: 'nowhere'"), ("nowhere.at_all", "-m nowhere.at_all: Module")):
+        assert command.main(["-m", name]) == 2
+        assert message in capsys.readouterr().err
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "scipy" else object())
     assert command.main(["nowhere.py"]) == 2
     assert capsys.readouterr().err == "python -m mars_hf compare needs scipy: pip install 'mars_hf[compare]'\n"
@@ -199,6 +203,38 @@ def test_command_line_overrides_a_plan(tmp_path):
     run = Comparison(Plan(arms, arguments={"steps": 9, "size": 4}), template, tmp_path).first
     words = ["--steps=3", "--b", "2", "--size", "4", "--b", "1", "--lr_1d", "0.02", "--c", '{"x": 0.01}']
     assert run.order.arguments == words
+
+
+def test_rates_in_flags_need_a_first_rate():
+    """Only the first run tells the script's own rate, and would have `nan` in its flags."""
+    flags = {"lr_1d": "{twice}"}
+    unknown, known = Arm("a"), Arm("a", first=[0.01])
+    for plan in (
+        Plan([replace(unknown, arguments=flags), Arm("b")]),
+        Plan([unknown, Arm("b")], arguments=flags),
+        Plan([unknown, Arm("b")], further={"name": "{rate}"}),
+    ):
+        with pytest.raises(ValueError, match=r"{(rate|twice)}': give arm a a `first`, the rate it begins at"):
+            plan.check()
+        replace(plan, arms=[replace(plan.arms[0], first=known.first), Arm("b")]).check()
+    Plan([unknown, Arm("b", arguments=flags)]).check()  # its rate follows from the baseline's best
+
+
+@pytest.mark.parametrize("name", ["alone", "pack.inner", "pack"])
+def test_edits_of_a_module_are_seen(tmp_path, monkeypatch, name):
+    """A package stands for its __main__."""
+    (tmp_path / "pack").mkdir()
+    paths = {"alone": "alone.py", "pack.inner": "pack/inner.py", "pack": "pack/__main__.py"}
+    for path in (*paths.values(), "pack/__init__.py"):
+        (tmp_path / path).write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    order = command._template(command.parser().parse_args(["-m", name]), [])
+    assert order.is_of_this_text and name not in set(sys.modules) - {"pack"}
+    (tmp_path / "pack" / "__init__.py").write_text("1")
+    assert order.is_of_this_text
+    (tmp_path / paths[name]).write_text("1")
+    assert not order.is_of_this_text
 
 
 def test_words_of_a_command_line():

@@ -7,9 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from compare.scripts import compare, forked, run_alone, script, wait_for  # noqa: F401
+
+from mars_hf.compare import runs
+from mars_hf.compare.work import Work
 
 pytestmark = pytest.mark.slow
 
@@ -103,6 +107,68 @@ def test_all_kinds_of_arguments_are_reached(tmp_path, capsys, monkeypatch, forke
     assert row["optimizer"] == "Mars" and row["steps"] == 4 and row["arguments"]["learning_rate"] == 0.02
     for what, now in (("optim='sgd'", "'mars_m'"), ("seed=8", "1")):
         assert f"the script set {what} in its TrainingArguments afterwards; it was set to {now}" in answer.page
+
+
+LAUNCHER = """
+import subprocess, sys, time
+worker = subprocess.Popen([sys.executable, "-c", sys.argv[1]], stdout=subprocess.PIPE, start_new_session=True)
+worker.stdout.readline()
+print(worker.pid, flush=True)
+time.sleep(600)
+"""
+STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); time.sleep(600)"
+
+
+def test_workers_end_with_their_launcher(tmp_path, monkeypatch):
+    """Also in a session of their own, as torchrun's have, and where they ignore SIGTERM."""
+    monkeypatch.setattr(runs, "_GRACE", 0.5)
+    log = tmp_path / "log.txt"
+    launcher = runs.spawn([sys.executable, "-c", LAUNCHER, STUBBORN], log, dict(os.environ))
+    wait_for(lambda: log.read_text().endswith("\n"))
+    worker = psutil.Process(int(log.read_text()))
+    runs.stop([launcher])
+    assert launcher.poll() is not None
+    wait_for(lambda: not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE)  # which nobody may collect
+
+
+WORKER = """
+import os, pathlib, time
+import torch.distributed as dist
+here = pathlib.Path(os.environ["HERE"])
+dist.init_process_group("gloo")
+(here / f"{os.environ['MASTER_PORT']}-{dist.get_rank()}-of-{dist.get_world_size()}").touch()
+end = time.monotonic() + 240
+while len(list(here.glob("*-of-2"))) < 4 and time.monotonic() < end:  # both launches run at once
+    time.sleep(0.1)
+dist.barrier()
+"""
+
+
+@pytest.mark.multiprocess
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "torch.distributed.run --nproc_per_node 2 -m",
+        "accelerate.commands.launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no -m",
+    ],
+    ids=["torchrun", "accelerate"],
+)
+def test_simultaneous_launches_have_ports_of_their_own(tmp_path, launcher):
+    (tmp_path / "worker.py").write_text(WORKER)
+    (tmp_path / "here").mkdir()
+    work, launches = Work(None, jobs=2), []
+    own = {**os.environ, "PYTHONPATH": str(tmp_path), "HERE": str(tmp_path / "here")}
+    for slot in range(2):
+        words = [sys.executable, "-m", *launcher.split(), "worker"]
+        launches.append(runs.spawn(words, tmp_path / f"log{slot}.txt", {**own, **work.environment(slot)}))
+    try:
+        codes = [launch.wait(280) for launch in launches]
+    finally:
+        runs.stop(launches)
+    assert codes == [0, 0], (tmp_path / "log0.txt").read_text() + (tmp_path / "log1.txt").read_text()
+    found = [path.name.split("-")[:2] for path in (tmp_path / "here").iterdir()]
+    assert sorted(rank for _, rank in found) == ["0", "0", "1", "1"]
+    assert len({port for port, _ in found} - {"29500"}) == 2  # the default, which both may find free
 
 
 SLOW_STEPS = """

@@ -115,6 +115,18 @@ def test_refused_in_one_line(tmp_path, capsys, text, words, message):
     assert len(list(answer.results())) == 1 and not (answer.folder / "comparison.md").exists()
 
 
+def test_mars_that_the_script_hands_over_is_refused(tmp_path, capsys):
+    """It would train in all arms, whatever their settings."""
+    text = f"""
+    import mars_hf
+    net, args = Net(), arguments()
+    Trainer(net, args, {DATA}, optimizers=(mars_hf.create(net, lr=args.learning_rate), None)).train()
+    """
+    answer = compare(capsys, script(tmp_path, text), "--optim", "mars_adamw", "mars_adamw:gamma=0.2")
+    assert answer.code == 2 and len(list(answer.results())) == 1
+    assert "makes its own optimizer, Mars, and hands it to its Trainer" in answer.error.splitlines()[-1]
+
+
 def test_script_that_catches_everything(tmp_path, capsys):
     text = f"""
     trainer = Trainer(Net(), arguments(), {DATA})

@@ -389,6 +389,16 @@ def test_optim_that_contradicts_a_given_optimizer(tmp_path, kind):
         run.train()
 
 
+@pytest.mark.parametrize("kind", [Trainer, mars_hf.MarsTrainer])
+def test_optim_args_beside_a_given_optimizer(tmp_path, kind):
+    """They are checked when TrainingArguments are made, and would then be ignored."""
+    model = gpt2()
+    args = arguments(tmp_path, optim="mars_adamw", optim_args="gamma=0.2")
+    run = kind(model, args, train_dataset=Blocks(), optimizers=(mars_hf.create(model, lr=1e-3), None))
+    with pytest.raises(RuntimeError, match=r"optim_args='gamma=0\.2' does not reach the optimizer that is given"):
+        run.train()
+
+
 @pytest.mark.parametrize("rule", ["mars-adamw", "muon"])
 def test_optim_that_names_a_given_optimizer(tmp_path, rule):
     model = gpt2()
