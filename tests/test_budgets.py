@@ -37,10 +37,10 @@ ROOT = PACKAGE.parent
 # Files, and lines with C++.
 COMPARE = "mars_hf/compare"
 ROOMS = {
-    "mars_hf": (62, 14_960),
-    COMPARE: (16, 2_385),
+    "mars_hf": (62, 15_040),
+    COMPARE: (16, 2_430),
     "recipes": (23, 2_870),
-    "tests": (110, 29_150),
+    "tests": (110, 29_370),
     "benchmarks": (14, 3_100),
 }
 MOST_SETTINGS, MOST_PUBLIC_NAMES = 32, 9
