@@ -15,6 +15,7 @@ import os
 import runpy
 import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from mars_hf.compare import files
 from mars_hf.compare.order import VARIABLE, Order, Refused
 from mars_hf.compare.recorder import Recorder
 from mars_hf.training.nonfinite import NonFiniteError
+from mars_hf.training.registry import MarsFactory
 from mars_hf.training.trainer import MarsTrainer  # registers MARS's names
 
 _WRITE_EVERY = 5.0  # seconds
@@ -54,6 +56,8 @@ class Child:
             "training": self.training,
         }
         self.recorder: Recorder | None = None  # of the Trainer that trains
+        # By Trainer, from its arguments: other optimizers of MARS are the script's own.
+        self.made_by_trainer: weakref.WeakSet[Any] = weakref.WeakSet()
         self._refusal = ""
         self._written = 0.0
         self._is_first_rank = int(os.environ.get("RANK", "0")) == 0
@@ -95,7 +99,7 @@ class Child:
                 "differ in all of them: let it train once"
             )
         if self.recorder is None or self.recorder.trainer is not trainer:
-            self.recorder = Recorder(trainer, self.order, self.training, self.write)
+            self.recorder = Recorder(trainer, self.order, self.training, self.write, self.made_by_trainer)
 
     @contextlib.contextmanager
     def refusing(self) -> Iterator[None]:
@@ -191,6 +195,7 @@ def install(child: Child) -> None:
     transformers.set_seed(child.order.shared["seed"])  # for scripts that make a model before any set_seed
     post_init = TrainingArguments.__post_init__
     init, train, step = Trainer.__init__, Trainer.train, Trainer.training_step
+    make_mars = MarsFactory.__call__
     signature = inspect.signature(init)
 
     @child.refusing()
@@ -223,6 +228,13 @@ def install(child: Child) -> None:
         recorder.add_loss(loss)
         return loss
 
+    @functools.wraps(make_mars)
+    def noted_make(self: MarsFactory, *args: Any, **kwargs: Any) -> Any:
+        made = make_mars(self, *args, **kwargs)
+        child.made_by_trainer.add(made)
+        return made
+
+    MarsFactory.__call__ = noted_make  # type: ignore[method-assign,assignment]
     TrainingArguments.__post_init__ = checked_arguments  # type: ignore[method-assign]
     Trainer.__init__ = followed_init  # type: ignore[method-assign]
     Trainer.train = counted_train  # type: ignore[method-assign]

@@ -7,7 +7,7 @@ import hashlib
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,11 +43,20 @@ class Recorder(TrainerCallback):
         order: of the run.
         row: of result.json, to fill; it is empty until the training begins.
         write: write result.json, now or when it is due.
+        made_by_trainer: optimizers of MARS that a Trainer has made from its arguments.
     """
 
-    def __init__(self, trainer: Trainer, order: Order, row: Row, write: Callable[[bool], None]) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        order: Order,
+        row: Row,
+        write: Callable[[bool], None],
+        made_by_trainer: Container[Any],
+    ) -> None:
         """Record nothing yet."""
         self.trainer, self.order, self.row, self.write = trainer, order, row, write
+        self.made_by_trainer = made_by_trainer
         self._step_loss: Tensor | None = None
         self._losses: list[Tensor] = []
         self._done = 0  # steps
@@ -90,7 +99,7 @@ class Recorder(TrainerCallback):
         if asked is None:
             return
         if self.order.with_mars:
-            is_it = isinstance(optimizer, Mars)
+            is_it = isinstance(optimizer, Mars) and optimizer in self.made_by_trainer
         elif self.trainer.is_deepspeed_enabled or self.trainer.is_fsdp_enabled:
             return  # their wrappers
         else:

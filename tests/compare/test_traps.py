@@ -115,7 +115,7 @@ def test_refused_in_one_line(tmp_path, capsys, text, words, message):
     assert len(list(answer.results())) == 1 and not (answer.folder / "comparison.md").exists()
 
 
-def test_mars_that_the_script_hands_over_is_refused(tmp_path, capsys):
+def test_mars_that_the_script_makes_is_refused(tmp_path, capsys):
     """It would train in all arms, whatever their settings."""
     text = f"""
     import mars_hf
@@ -125,6 +125,11 @@ def test_mars_that_the_script_hands_over_is_refused(tmp_path, capsys):
     answer = compare(capsys, script(tmp_path, text), "--optim", "mars_adamw", "mars_adamw:gamma=0.2")
     assert answer.code == 2 and len(list(answer.results())) == 1
     assert "makes its own optimizer, Mars, and hands it to its Trainer" in answer.error.splitlines()[-1]
+    inside = "import mars_hf\n" + OWN.replace(
+        "torch.optim.KIND(self.model.parameters(), lr=0.1)", "mars_hf.create(self.model, lr=0.01)"
+    )
+    answer = compare(capsys, script(tmp_path, inside), "--optim", "mars_adamw", "mars_adamw:gamma=0.2", folder="inside")
+    assert answer.code == 2 and "makes its own optimizer, Mars, where mars_adamw was" in answer.error.splitlines()[-1]
 
 
 def test_script_that_catches_everything(tmp_path, capsys):
