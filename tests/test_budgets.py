@@ -38,7 +38,7 @@ ROOT = PACKAGE.parent
 COMPARE = "mars_hf/compare"
 ROOMS = {
     "mars_hf": (62, 15_040),
-    COMPARE: (16, 2_430),
+    COMPARE: (16, 2_440),
     "recipes": (23, 2_870),
     "tests": (110, 29_370),
     "benchmarks": (14, 3_100),
