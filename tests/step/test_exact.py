@@ -9,6 +9,8 @@ import torch
 from helpers import equal
 from reference import Reference
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import mars_hf
 from mars_hf import Mars
@@ -248,3 +250,22 @@ def test_stale_gradients_of_an_earlier_batch_go():
     optimizer.update_previous_grad()
     optimizer.update_last_grad()
     assert "last_grad" not in optimizer.state[params[0]] and "last_grad" in optimizer.state[params[1]]
+
+
+@pytest.mark.parametrize("reshards", [True, False])
+def test_model_that_an_evaluation_has_gathered(alone, reshards):
+    """FSDP2 leaves it so where `reshard_after_forward` is False; the exchange must reach what the next pass reads."""
+    model = fully_shard(nn.Linear(6, 5), mesh=init_device_mesh("cpu", (1,)), reshard_after_forward=reshards)
+    optimizer, batch = mars_hf.create(model, **SETTINGS, is_approx=False), torch.randn(3, 6)
+
+    @torch.no_grad()
+    def evaluate() -> torch.Tensor:
+        return model(batch)
+
+    before = evaluate()
+    model(batch).square().sum().backward()
+    optimizer.step()
+    after = evaluate()
+    with optimizer.previous_params():
+        assert torch.equal(evaluate(), before)
+    assert torch.equal(evaluate(), after) and not torch.equal(after, before)
